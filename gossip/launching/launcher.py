@@ -204,7 +204,8 @@ def launch(
         for rank in range(world_size):
             start(rank)
         start_again = start if on_peer_loss == "continue" else None
-        with contextlib.nullcontext() if start_again is None else _sigterm_for_workers():
+        is_unhandled = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # by the program
+        with signals_for_workers([signal.SIGTERM] if start_again is not None and is_unhandled else ()):
             results = collect(workers, channels, start_again, restart, group_size=local_size or 1)
         for channel in channels:
             with contextlib.suppress(OSError):  # it has reported, so its work is done whatever has happened since
@@ -222,35 +223,32 @@ def launch(
 
 
 @contextlib.contextmanager
-def _sigterm_for_workers() -> Iterator[None]:
-    """Let the workers react to SIGTERM in place of this process, if it does nothing else then; end as it would have."""
+def signals_for_workers(numbers: Sequence[int]) -> Iterator[None]:
+    """Let the workers of :func:`launch` react to these signals in place of this process within the block. Local.
+
+    If the launch fails after one of them, or one comes while there are no workers, this process ends as the signal
+    would have ended it.
+    """
     came: list[int] = []
 
     def forward(signal_number: int, _: FrameType | None) -> None:
+        if not _worker_pids:
+            raise SystemExit(128 + signal_number)
+        for pid in _worker_pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_number)
         came.append(signal_number)
-        signal_workers(signal_number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, forward)
-    try:
-        yield
-    except LaunchError:
-        if came:
-            raise SystemExit(128 + came[0]) from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def signal_workers(signal_number: int) -> bool:
-    """Send a signal to all workers of the running :func:`launch`, and return whether there are any. Local."""
-    for pid in _worker_pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal_number)
-    return bool(_worker_pids)
+    with contextlib.ExitStack() as at_end:
+        for number in numbers if is_main else ():
+            at_end.callback(signal.signal, number, signal.signal(number, forward))
+        try:
+            yield
+        except LaunchError:
+            if came:  # they ended workers that were not training yet, or that could not agree in time
+                raise SystemExit(128 + came[0]) from None
+            raise
 
 
 def _check_arguments(

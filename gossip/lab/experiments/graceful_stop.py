@@ -11,17 +11,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
-from types import FrameType
 from typing import Self
 
 import torch.distributed as dist
 
 from gossip import ExchangeError, GossipError
 from gossip.communication.host import daemon_threads
-from gossip.launching import signal_workers
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that ask a run to save and exit. SLURM sends SIGTERM on preemption, and SIGUSR1 where configured to."""
@@ -94,7 +92,8 @@ class GracefulStop:
             before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
             self._at_end.callback(signal.set_wakeup_fd, before)
             if self.saves:  # without a handler in Python, nothing would be written to it
-                _handle(lambda *_: None, self._at_end, self.signals)
+                for number in self.signals:
+                    self._at_end.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         self._thread = daemon_threads.start(
             "gossip-stopping", self._watch, end=self._is_there.set, failed=self._last_step.set_exception
         )
@@ -185,32 +184,3 @@ class GracefulStop:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         os._exit(128 + self.signal_number)  # the main thread may be in a wait that no signal can interrupt
-
-
-@contextlib.contextmanager
-def signals_for_workers() -> Iterator[list[int]]:
-    """Forward :data:`SIGNALS` from this process to the workers of :func:`gossip.launch` within the block.
-
-    Yields a list to which each forwarded signal is appended. As long as there are no workers, a signal ends this
-    process with its exit status.
-    """
-    came: list[int] = []
-
-    def forward(signal_number: int, _: FrameType | None) -> None:
-        if signal_workers(signal_number):
-            came.append(signal_number)
-        else:
-            raise SystemExit(128 + signal_number)
-
-    with contextlib.ExitStack() as at_end:
-        if threading.current_thread() is threading.main_thread():
-            _handle(forward, at_end, SIGNALS)
-        yield came
-
-
-def _handle(
-    handler: Callable[[int, FrameType | None], None], at_end: contextlib.ExitStack, numbers: tuple[int, ...]
-) -> None:
-    """Handle these signals by ``handler`` until ``at_end`` is closed."""
-    for number in numbers:
-        at_end.callback(signal.signal, number, signal.signal(number, handler))

@@ -14,7 +14,7 @@ from gossip import LaunchError, World, launch
 from gossip.communication import training_store
 from gossip.lab.experiments import resuming, run_folder
 from gossip.lab.experiments.experiment_build import check
-from gossip.lab.experiments.graceful_stop import signals_for_workers
+from gossip.lab.experiments.graceful_stop import SIGNALS
 from gossip.lab.experiments.run_figures import draw_figures
 from gossip.lab.experiments.run_settings import Settings, backend_for
 from gossip.lab.experiments.terminal import configure_logging, restore_cursor
@@ -23,7 +23,7 @@ from gossip.lab.experiments.validated_models import ConfigurationError, value_of
 from gossip.lab.loggers.log_forwarding import LogForwarding
 from gossip.lab.loggers.logger import Ending
 from gossip.lab.loggers.logger_choice import logging_settings
-from gossip.launching import DEFAULT_TIMEOUT, fork_server
+from gossip.launching import DEFAULT_TIMEOUT, fork_server, signals_for_workers
 
 PRELOAD = (
     "gossip.lab.experiments.training", "hydra.utils", "safetensors.torch", "sklearn.datasets",
@@ -200,26 +200,21 @@ def reason(error: BaseException) -> str:
 
 
 def _launch(config: Mapping[str, Any], folder: str, settings: Settings) -> dict[str, Any]:
-    with signals_for_workers() if settings.checkpoint.every else contextlib.nullcontext(list[int]()) as signals:
-        try:
-            summaries = launch(
-                train,
-                config,
-                folder,
-                world_size=settings.launch.world_size,
-                backend=backend_for(settings.launch.world_size, settings.launch.device),
-                local_size=settings.launch.local_size if settings.launch.local_size > 1 else None,
-                port=settings.launch.port,
-                timeout=settings.timeout,
-                num_threads=settings.launch.num_threads,
-                preload=PRELOAD,
-                on_peer_loss=value_of(config, "wrapper").get("on_peer_loss", "raise"),
-                restart=settings.launch.restart,
-            )
-        except LaunchError:
-            if signals:  # they ended workers that were not training yet, or that could not agree in time
-                raise SystemExit(128 + signals[0]) from None
-            raise
+    with signals_for_workers(SIGNALS if settings.checkpoint.every else ()):
+        summaries = launch(
+            train,
+            config,
+            folder,
+            world_size=settings.launch.world_size,
+            backend=backend_for(settings.launch.world_size, settings.launch.device),
+            local_size=settings.launch.local_size if settings.launch.local_size > 1 else None,
+            port=settings.launch.port,
+            timeout=settings.timeout,
+            num_threads=settings.launch.num_threads,
+            preload=PRELOAD,
+            on_peer_loss=value_of(config, "wrapper").get("on_peer_loss", "raise"),
+            restart=settings.launch.restart,
+        )
     summary: dict[str, Any] = next(summary for summary in summaries if summary is not None)
     return summary
 
