@@ -15,6 +15,7 @@ and ``--min-ranks`` counts groups. The folder gets the notes of all ranks, ``rep
 import sys
 
 from gossip.lab.benchmarks.harness import main
+from gossip.lab.faults.chaos import Chaos
 
 if __name__ == "__main__":
-    sys.exit(main("chaos", __doc__))
+    sys.exit(main(Chaos, __doc__))

@@ -11,7 +11,8 @@ the values, as training does.
 
 import sys
 
+from gossip.lab.benchmarks.compression_speed import CompressionSpeed
 from gossip.lab.benchmarks.harness import main
 
 if __name__ == "__main__":
-    sys.exit(main("compression_speed", __doc__))
+    sys.exit(main(CompressionSpeed, __doc__))

@@ -10,6 +10,7 @@
 import sys
 
 from gossip.lab.benchmarks.harness import main
+from gossip.lab.benchmarks.large_model import LargeModel
 
 if __name__ == "__main__":
-    sys.exit(main("large_model", __doc__))
+    sys.exit(main(LargeModel, __doc__))

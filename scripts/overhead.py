@@ -12,6 +12,7 @@ table shows the median and the quartiles of the ratio within a pair; the row ``c
 import sys
 
 from gossip.lab.benchmarks.harness import main
+from gossip.lab.benchmarks.overhead import Overhead
 
 if __name__ == "__main__":
-    sys.exit(main("overhead", __doc__))
+    sys.exit(main(Overhead, __doc__))

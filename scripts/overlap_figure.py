@@ -10,6 +10,7 @@ perceptron, a bucket per layer; every bar comes from torch.profiler's trace. The
 import sys
 
 from gossip.lab.benchmarks.harness import main
+from gossip.lab.benchmarks.overlap import Overlap
 
 if __name__ == "__main__":
-    sys.exit(main("overlap", __doc__))
+    sys.exit(main(Overlap, __doc__))

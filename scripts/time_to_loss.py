@@ -11,7 +11,8 @@ namespaces: Linux, root, iproute2); all methods train in the same processes, in 
 import sys
 
 from gossip.lab.benchmarks.harness import main
+from gossip.lab.benchmarks.time_to_loss import TimeToLoss
 from gossip.lab.gossip_command import config_folder
 
 if __name__ == "__main__":
-    sys.exit(main("time_to_loss", __doc__, config_folder() / "time_to_loss.yaml"))
+    sys.exit(main(TimeToLoss, __doc__, config_folder() / "time_to_loss.yaml"))

@@ -108,8 +108,12 @@ def _start(name: str) -> int:
     from gossip.lab.benchmarks import harness
 
     if name == "probe":
-        return harness.main("probe", PROBE)
+        from gossip.lab.probe.probe import Probe
+
+        return harness.main(Probe, PROBE)
     if sys.argv[1:2] == ["failures"]:
+        from gossip.lab.benchmarks.failures import Failures
+
         del sys.argv[1]
-        return harness.main("failures", FAILURES)
+        return harness.main(Failures, FAILURES)
     return train_command.main(config_folder(), name, harness.measure_steps)

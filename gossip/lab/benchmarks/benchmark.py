@@ -104,12 +104,13 @@ class Place(NamedTuple):
 
 
 class Benchmark(ABC, Generic[S, R]):
-    """A benchmark. A subclass is one file, and one row of :data:`gossip.lab.benchmarks.harness.BENCHMARKS`.
+    """A benchmark. A subclass is one file; :mod:`gossip.lab.benchmarks.harness` runs it.
 
     ``settings`` is the model of the configuration; ``title`` and ``explanation`` are the heading of the report and its
     last paragraph, ``files`` the names of the files with the results and the report. One that ``resumes`` may be given
     a folder that is there already: what is measured in it of the same settings is not measured again. The work of one
     that ``starts_ranks`` is done by one process outside of the lab, which starts the ranks, and makes the lab itself.
+    The command of one that ``takes_ranks`` may be started by torchrun or srun.
     """
 
     settings: type[S]
@@ -118,6 +119,7 @@ class Benchmark(ABC, Generic[S, R]):
     files: ClassVar[tuple[str, str]] = ("results.json", "report.md")
     resumes: ClassVar[bool] = False
     starts_ranks: ClassVar[bool] = False
+    takes_ranks: ClassVar[bool] = False
 
     def launch_options(self, case: S) -> dict[str, Any]:  # noqa: ARG002
         """Return arguments of :func:`gossip.launch` besides the number of workers, of threads and the time-out."""

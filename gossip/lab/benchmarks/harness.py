@@ -24,43 +24,29 @@ from gossip import LaunchError
 from gossip.communication.training_store import STORE
 from gossip.compression.compiled_passes import quantized_by
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Record, S
-from gossip.lab.benchmarks.compression_speed import CompressionSpeed
-from gossip.lab.benchmarks.failures import Failures
-from gossip.lab.benchmarks.large_model import LargeModel
 from gossip.lab.benchmarks.network.shaped_hosts import CONGESTION_CONTROL, Lab, enter
-from gossip.lab.benchmarks.overhead import Overhead
-from gossip.lab.benchmarks.overlap import Overlap
 from gossip.lab.benchmarks.step_time import StepTime, StepTimeSettings
-from gossip.lab.benchmarks.time_to_loss import TimeToLoss
 from gossip.lab.experiments import run_folder
 from gossip.lab.experiments.config_store import plain
 from gossip.lab.experiments.records import JsonlWriter, read_jsonl, record_files
 from gossip.lab.experiments.validated_models import ConfigurationError, read
-from gossip.lab.faults.chaos import Chaos
-from gossip.lab.probe.probe import Probe
 from gossip.launching import find_placement, launch
 from topologies.command_lines import Parser
 
-BENCHMARKS: dict[str, type[Benchmark[Any, Any]]] = {
-    "step_time": StepTime, "time_to_loss": TimeToLoss, "overhead": Overhead, "overlap": Overlap,
-    "large_model": LargeModel, "compression_speed": CompressionSpeed, "probe": Probe, "chaos": Chaos,
-    "failures": Failures,
-}  # fmt: skip
-"""The benchmarks that there are, by their names."""
 LEVELS: dict[str | None, str | int | bool] = {"": "WARNING", "gossip.lab.benchmarks": "INFO"}
 """What of loguru's records is shown, by the module that says it."""
 _SETTINGS = "settings.json"
-_PRELOAD = ("gossip.lab.benchmarks.harness", "sklearn.datasets", "sklearn.model_selection")
+_PRELOAD = ("sklearn.datasets", "sklearn.model_selection")
 
 
-def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
-    """Run the benchmark of this name; results, report, figures and the workers' records are written to ``folder``.
+def run(kind: type[Benchmark[S, Any]], settings: S, folder: Path) -> tuple[list[Any], str]:
+    """Run a benchmark of this kind; results, report, figures and the workers' records are written to ``folder``.
 
     Results, report and figures are written anew after every case. Started as one of several ranks, by torchrun or
     srun, this process is one worker. Returns the result of each case, and the report as Markdown, empty on a rank other
     than 0. Raises ConfigurationError if the lab cannot be created on this machine, and LaunchError if a worker failed.
     """
-    benchmark, placement = BENCHMARKS[name](), find_placement()
+    benchmark, placement = kind(), find_placement()
     if placement is not None and placement.rendezvous is not None:
         raise ConfigurationError(
             f"{STORE} is set in the environment, but what is measured must not change while ranks come "
@@ -78,7 +64,7 @@ def run(name: str, settings: S, folder: Path) -> tuple[list[Any], str]:
             for path in (folder / case_name / _SETTINGS, *record_files(folder / case_name)):
                 path.unlink(missing_ok=True)  # of other settings
         with contextlib.nullcontext() if lab is None else contextlib.closing(lab):
-            records = records or run_workers(name, case, lab, folder / case_name)
+            records = records or run_workers(kind, case, lab, folder / case_name)
             (folder / case_name / _SETTINGS).write_text(case.model_dump_json(), encoding="utf-8")
         if placement is not None and placement.rank > 0:
             continue
@@ -115,7 +101,7 @@ Hosts = tuple[list[str], tuple[str, int]]
 """Where the workers of a case in the lab go: to namespaces of hosts, and to the store by which they meet."""
 
 
-def run_workers(name: str, case: BenchmarkSettings, lab: Lab | None, folder: Path) -> list[list[Record]]:
+def run_workers(kind: type[Benchmark[S, Any]], case: S, lab: Lab | None, folder: Path) -> list[list[Record]]:
     """Run the ranks of a case until all have measured, and return the records of each.
 
     The records of rank i are written to rank<i>.jsonl as soon as they are known.
@@ -126,19 +112,20 @@ def run_workers(name: str, case: BenchmarkSettings, lab: Lab | None, folder: Pat
     if lab is not None:
         store = lab.start_store(timeout)
         hosts, place = (lab.namespaces(), (store.host, store.port)), Place(0, lab.interface, case.local_size)
-    options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": _PRELOAD}
-    options["world_size"] = 1 if BENCHMARKS[name].starts_ranks else case.world_size
-    options |= BENCHMARKS[name]().launch_options(case)
-    launch(_work, name, case, place, hosts, folder, **options)
+    preload = (__name__, kind.__module__, *_PRELOAD)
+    options: dict[str, Any] = {"num_threads": case.num_threads, "timeout": timeout, "preload": preload}
+    options["world_size"] = 1 if kind.starts_ranks else case.world_size
+    options |= kind().launch_options(case)
+    launch(_work, kind, case, place, hosts, folder, **options)
     del store
     return [read_jsonl(path) for path in record_files(folder)]
 
 
-def _work(name: str, case: BenchmarkSettings, place: Place, hosts: Hosts | None, folder: Path) -> None:
+def _work(kind: type[Benchmark[S, Any]], case: S, place: Place, hosts: Hosts | None, folder: Path) -> None:
     """Measure on one rank. Collective."""
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=LEVELS)
-    benchmark, rank = BENCHMARKS[name](), int(os.environ["RANK"])  # one that is restarted is alone in its group
+    benchmark, rank = kind(), int(os.environ["RANK"])  # one that is restarted is alone in its group
     if hosts is not None:
         dist.barrier()
         dist.destroy_process_group()
@@ -162,13 +149,12 @@ def _work(name: str, case: BenchmarkSettings, place: Place, hosts: Hosts | None,
         benchmark.work(case, place._replace(rank=rank), write)
 
 
-def main(name: str, description: str | None, config: Path | None = None) -> int:
+def main(benchmark: type[Benchmark[Any, Any]], description: str | None, config: Path | None = None) -> int:
     """Run a benchmark with the settings of ``sys.argv``, print its report, and return the exit status.
 
     With ``config`` the settings are those of a file, and the command line has other values for some of its keys.
     Invalid settings end the program with status 2 and one line.
     """
-    benchmark = BENCHMARKS[name]
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     kept = "for results, report, figures and the records of all ranks; new. Without one, nothing is kept"
     parser.add_argument("folder", nargs=None if config else "?", type=Path, help=kept)
@@ -180,7 +166,7 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
     arguments = vars(parser.parse_args())
     folder: Path | None = arguments.pop("folder")
     placement = find_placement()
-    if placement is not None and placement.rendezvous is None and name != "probe":
+    if placement is not None and placement.rendezvous is None and not benchmark.takes_ranks:
         parser.error("a benchmark starts its ranks itself: start it without torchrun or srun")
     if placement is not None and placement.rank > 0:
         folder = None
@@ -195,7 +181,7 @@ def main(name: str, description: str | None, config: Path | None = None) -> int:
             if folder is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(parents=True, exist_ok=True)
-            results, text = run(name, settings, folder)
+            results, text = run(benchmark, settings, folder)
         except ConfigurationError as error:
             parser.error(str(error))
         except LaunchError as error:
@@ -254,7 +240,7 @@ def measure_steps(hydra_config: Any) -> None:
     with run_folder.lock(folder):
         run_folder.claim(folder, config, list(hydra_settings.overrides.task))
         try:
-            _, text = run("step_time", settings, folder)
+            _, text = run(StepTime, settings, folder)
         except ConfigurationError:
             run_folder.unclaim(folder)
             raise

@@ -48,6 +48,7 @@ class Probe(Benchmark[ProbeSettings, ProbeResult]):
     """All ranks measure together; the advice follows."""
 
     settings = ProbeSettings
+    takes_ranks = True
 
     def launch_options(self, case: ProbeSettings) -> dict[str, Any]:
         """Take nccl where each rank has a GPU, and as many threads as there are cores."""

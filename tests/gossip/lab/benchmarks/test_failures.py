@@ -142,7 +142,7 @@ def test_records_of_other_settings_are_not_those_of_this_run(tmp_path: Path, mon
 
     monkeypatch.setattr(harness, "launch", launched)
     for step_s in (0.1, 0.2):
-        harness.run("failures", settings(methods=["ddp"], step_s=step_s), tmp_path)
+        harness.run(Failures, settings(methods=["ddp"], step_s=step_s), tmp_path)
     folder = next(tmp_path.glob("loopback/ddp/none*/seed_0"))
     assert len(read_jsonl(folder / "rank0.jsonl")) == 1
 
@@ -163,9 +163,9 @@ def test_a_rank_ends_with_the_process_that_started_it() -> None:
 @pytest.mark.slow
 def test_ranks_are_killed_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings(seconds=6.0, every_s=[3.0], step_s=0.2)
-    (_, killed), _ = harness.run("failures", given, tmp_path)
+    (_, killed), _ = harness.run(Failures, given, tmp_path)
     assert killed.num_faults >= 1
     assert 0 < killed.goodput < 1.2 / 0.2
     monkeypatch.setattr(harness, "run_workers", pytest.fail)
-    (_, again), _ = harness.run("failures", given, tmp_path)
+    (_, again), _ = harness.run(Failures, given, tmp_path)
     assert again == killed

@@ -119,13 +119,13 @@ def test_lab_hosts_are_apart_and_count_their_own_bytes(two_hosts: Lab) -> None:
 CONTROLLER = """
 from pathlib import Path
 from benchmark_cases import step_time_case
-from gossip.lab.benchmarks.harness import run_workers
+from gossip.lab.benchmarks.harness import StepTime, run_workers
 from gossip.lab.benchmarks.network.shaped_hosts import Lab
 
 if __name__ == "__main__":
     lab = Lab(2, 200_000_000)
     print(lab._bridge.file, flush=True)
-    run_workers("step_time", step_time_case(network="lab", steps=100_000), lab, Path("records"))
+    run_workers(StepTime, step_time_case(network="lab", steps=100_000), lab, Path("records"))
 """
 
 

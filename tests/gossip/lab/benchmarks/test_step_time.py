@@ -15,7 +15,7 @@ import gossip
 from gossip.lab.benchmarks import bench_methods, step_time
 from gossip.lab.benchmarks.bench_methods import expand
 from gossip.lab.benchmarks.harness import run, run_workers
-from gossip.lab.benchmarks.step_time import predicted_s, scaled, straggler_delay_s
+from gossip.lab.benchmarks.step_time import StepTime, predicted_s, scaled, straggler_delay_s
 from gossip.lab.benchmarks.workloads import WORKLOADS
 from gossip.lab.probe.cluster_measuring import Measured
 
@@ -37,7 +37,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 def records(folder: Path, kinds: dict[str, dict[str, Any]], **options: Any) -> list[list[dict[str, Any]]]:
     """Measure methods on two ranks."""
     methods = {name: {"method": name.split()[0], **given} for name, given in kinds.items()}
-    return run_workers("step_time", step_time_case(methods=methods, **options), None, folder)
+    return run_workers(StepTime, step_time_case(methods=methods, **options), None, folder)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ UNPREDICTED: dict[str, dict[str, Any]] = {"hsdp": {}, "gossip": {"bucket_cap_mb"
 def test_what_is_measured_is_also_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "_NODES", (2, 4))
     case = step_time_case(methods=PREDICTED, model="small_mlp", predicts=True)
-    (result,), report = run("step_time", case, tmp_path)
+    (result,), report = run(StepTime, case, tmp_path)
     assert [row.predicted_s > 0 for row in result.rows] == [True] * 6
     assert report.count("| gossip int8 | ") == 3  # of costs, of ratios, of predictions
     assert "7 billion parameters" in (tmp_path / "predicted.svg").read_text()
