@@ -257,7 +257,8 @@ class Topology(Schedule):
     def resized(self, world_size: int) -> Self:
         """Return the same topology for another number of ranks: each family that it is made of, with its options.
 
-        What was made for its own ranks, by rounds, as a product or permuted, is refused.
+        What was permuted is in the order of its ranks again. What was made for its own ranks, by rounds or as a
+        product, is refused.
 
         Examples
         --------
@@ -272,11 +273,13 @@ class Topology(Schedule):
             match data:
                 case {"options": _}:
                     return data | {"world_size": world_size}
-                case {"rounds": _} | {"product": _} | {"permuted": _}:
+                case {"permuted": part}:
+                    return resize(part)
+                case {"rounds": _} | {"product": _}:
                     raise ValueError(
-                        f"topology {self.name!r} was made for {self.world_size} ranks by rounds, a product or a "
-                        f"permutation of its own, so that it cannot be built for {world_size}; register a family with "
-                        f"topologies.register, or name another topology"
+                        f"topology {self.name!r} was made for {self.world_size} ranks by rounds or as a product, so "
+                        f"that it cannot be built for {world_size}; register a family with topologies.register, or "
+                        f"name another topology"
                     )
                 case dict():
                     return {key: resize(value) for key, value in data.items()}

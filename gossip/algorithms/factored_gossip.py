@@ -15,6 +15,9 @@ from topologies import Topology
 from topologies.compositions import in_bursts
 from topologies.validation import check_integer, check_real
 
+_MOST_GROWTH = 10.0
+"""By which a correction follows the learning rate from step to step: beyond it, what noise it has would grow, too."""
+
 
 class FactoredGossip(OuterSteps):
     r"""DiLoCo whose outer steps are each rank's own, while anchors are mixed as plain gossip would mix values.
@@ -53,8 +56,9 @@ class FactoredGossip(OuterSteps):
 
     Here :math:`\tau` is the number of outer steps in which the topology mixes, at least 1. As :math:`\sum_i c_i = 0`,
     where replicas agree and no step of SGD moves them, the gradients of all ranks cancel: unlike DiLoCo's, that point
-    is the optimum of the average objective. Begin with 0.3 to 0.5; the noise of gradients enters the correction in
-    proportion to it.
+    is the optimum of the average objective. Begin with 0.2 to 0.4; the noise of gradients enters the correction in
+    proportion to it, and short trainings at high rates bear less. A correction grows at most tenfold in a step: where
+    the rate starts again from nearly 0, so does the correction.
 
     Sends R messages every H steps, and keeps two tensors per bucket, three with a correction. Works with any doubly
     stochastic W. Use it where links are too slow for a message per step, and no collective over all ranks is reliable.
@@ -86,7 +90,6 @@ class FactoredGossip(OuterSteps):
     """
 
     _constants: tuple[str, ...] = ("period", "rounds", "overlap", "outer_lr", "outer_momentum")
-    follows_learning_rate = True
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class FactoredGossip(OuterSteps):
         own = Nesterov(self.outer_lr, self.outer_momentum)
         self._step_by(outer, own, "own", outer_lr=outer_lr, outer_momentum=outer_momentum)
         self.kappa = check_real("kappa", kappa, "between 0 and 1", example=0.3)
+        self.follows_learning_rate = bool(kappa)
         if kappa:
             self.keeps = {**self.keeps, CORRECTION: Kept("zero")}
             self._constants = (*self._constants, "kappa")
@@ -136,7 +140,9 @@ class FactoredGossip(OuterSteps):
 
     def updated(self, bucket: BucketView) -> None:
         if self.kappa:
-            correction = bucket.kept[CORRECTION].mul_(bucket.learning_rate_ratio)
+            ratio = bucket.learning_rate_ratio
+            grows = ratio.clamp(max=_MOST_GROWTH) if isinstance(ratio, torch.Tensor) else min(ratio, _MOST_GROWTH)
+            correction = bucket.kept[CORRECTION].mul_(grows)
             bucket.values.add_(scaled(correction, bucket.is_moving).to(bucket.values.dtype), alpha=1 / self.period)
         if self._ends_period(bucket.round_index):
             anchor = bucket.kept[ANCHOR]

@@ -30,7 +30,7 @@ from gossip.errors import ExchangeError, GossipError
 _PAUSE_S = 0.002
 _TICK_S = 0.5
 _REMINDER_S = 0.1
-_GRACE_S = 1.0  # how long the other side of a network partition has to make a proposal, if it is larger
+_GRACE_S = 1.0  # for the proposal of the other side of a network partition, if it is larger and knows of it
 _NUM_BEATS_MISSED = 3
 SILENT = 0.9
 """For so many time-outs a rank that is lost has been silent."""
@@ -82,6 +82,7 @@ class MembershipProtocol:
         self._generations = [Generation(0, tuple(members))]
         self._initial = tuple(members)
         self._group_size, self._min_ranks = group_size, min_ranks * group_size
+        self._given_up: set[int] = set()  # ranks that may train on and not know that they are lost
         self._absent_until: dict[int, int] = {}  # ranks that have joined: the last step at which the others meet alone
         # The generation that this rank wants to join, and to whose members it is connected.
         self._asked_in: int | None = None
@@ -130,6 +131,7 @@ class MembershipProtocol:
         """Continue without members that have been silent for long, for these reasons; without all of them, or none."""
         self._fail_with_group(reasons)
         with self._changed:
+            self._given_up |= reasons.keys()
             self._suspects = {**reasons, **self._suspects}
             self._changed.notify_all()
         for member, reason in reasons.items():
@@ -211,7 +213,10 @@ class MembershipProtocol:
             is_too_few = len(proposed.members) < self._min_ranks
             is_minority = 2 * len(proposed.members) < len(latest.members)
             if is_unsure or is_too_few or is_minority:  # the others may be more
-                if self._is_soon_proposed(number, unless=lambda: is_answered(proposed)) or is_unsure:
+                # A rank that is cut off while it waits for the others gives them up first: they begin to wait now.
+                is_early = is_minority and not is_too_few and not self._given_up.isdisjoint(latest.members)
+                more_s = is_early * self._timeout.total_seconds()
+                if self._is_soon_proposed(number, more_s, unless=lambda: is_answered(proposed)) or is_unsure:
                     return
                 if is_too_few:
                     self.fail(self._too_few(proposed.members))
@@ -406,9 +411,11 @@ class MembershipProtocol:
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 
-    def _is_soon_proposed(self, number: int, *, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Return whether another rank makes a proposal within a short time, or this one need not wait for it."""
-        deadline = time.monotonic() + _GRACE_S
+    def _is_soon_proposed(
+        self, number: int, more_s: float = 0.0, *, unless: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Return whether another rank makes a proposal within a short time and more, or this one need not wait."""
+        deadline = time.monotonic() + _GRACE_S + more_s
         while time.monotonic() < deadline and not self._stop.is_set():
             if self._consensus_store.is_proposed(number) or unless():
                 return True

@@ -1,7 +1,7 @@
 """The network of a simulated run."""
 
 import functools
-import math
+import itertools
 import reprlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -69,17 +69,16 @@ class Cluster:
         if not np.iterable(self.bandwidth_gbps):
             check_real("bandwidth_gbps", self.bandwidth_gbps, "above 0", example=10.0)
             return
-        try:
-            matrix = np.array(self.bandwidth_gbps, dtype=np.float64)
-        except (TypeError, ValueError):  # it has no numbers, or rows of several lengths
-            matrix = np.empty(0)
-        if matrix.shape != (self.num_nodes, self.num_nodes):
+        rows = [tuple(row) if np.iterable(row) else () for row in self.bandwidth_gbps]
+        if [*map(len, rows)] != [self.num_nodes] * self.num_nodes:
             raise ValueError(
                 f"bandwidth_gbps must be a number, or a matrix of one row and column for each of the {self.num_nodes} "
                 f"nodes, got {reprlib.repr(self.bandwidth_gbps)}"
             )
-        for node, peer in np.argwhere(~np.eye(self.num_nodes, dtype=np.bool_)).tolist():
-            check_real(f"bandwidth_gbps[{node}][{peer}]", float(matrix[node, peer]), "above 0", example=10.0)
+        matrix = np.zeros((self.num_nodes, self.num_nodes))
+        for node, peer in itertools.permutations(range(self.num_nodes), 2):
+            rate = check_real(f"bandwidth_gbps[{node}][{peer}]", rows[node][peer], "above 0", example=10.0)
+            matrix[node, peer] = rate
         object.__setattr__(self, "bandwidth_gbps", tuple(map(tuple, matrix.tolist())))  # frozen, and can be hashed
 
     @property
@@ -117,10 +116,10 @@ class Cluster:
     def bandwidth_text(self) -> str:
         """The bandwidth between nodes in Gbit/s in words, such as "10" or, for a matrix, "0.2 to 10"."""
         rates = np.asarray(self.bandwidth_gbps)
-        if rates.ndim == 0:
-            return f"{rates:.3g}"
+        if rates.ndim == 0 or self.num_nodes == 1:
+            return f"{rates.max():.3g}"
         between = rates[~np.eye(self.num_nodes, dtype=np.bool_)]
-        return f"{between.min(initial=math.inf):.3g} to {between.max(initial=0.0):.3g}"
+        return f"{between.min():.3g} to {between.max():.3g}"
 
     @property
     def local_seconds_per_byte(self) -> float:

@@ -95,6 +95,7 @@ def test_expressions_are_built_of_their_parts() -> None:
         return first.then(later.averaged_every(5), after=6)
 
     assert_same(build(8).resized(5), build(5))
+    assert_same(build(8).permuted(range(7, -1, -1)).resized(5), build(5))
 
 
 def test_uniform_groups_are_recognised_in_a_matrix() -> None:

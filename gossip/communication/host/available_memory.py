@@ -6,23 +6,28 @@ from pathlib import Path
 
 import torch
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_FILES = {  # of version 2 and 1 of control groups: the limit, what is used, and what of that can be freed
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def available_bytes() -> int | None:
-    """Return what the machine, and the control group of this process (version 2), still have; None if unknown."""
+    """Return what the machine, and the control groups of this process, still have; None if unknown."""
     found = []
     with contextlib.suppress(OSError, LookupError, ValueError):
         found.append(1024 * _entries("/proc/meminfo")["MemAvailable:"])
-    with contextlib.suppress(OSError, LookupError, ValueError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = _CGROUPS / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-        for group in (own, *own.parents):
-            limit = group / "memory.max"
-            if limit.is_file() and (text := limit.read_text().strip()) != "max":
-                used = int((group / "memory.current").read_text())
-                can_be_freed = _entries(str(group / "memory.stat"))["inactive_file"]
-                found.append(int(text) - used + can_be_freed)
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in _FILES.keys() & controllers.split(","):
+                most, used, freed = _FILES[name]
+                own = _GROUPS / name / path.removeprefix("/")
+                for group in (own, *own.parents):
+                    if (limit := group / most).is_file() and (text := limit.read_text().strip()) != "max":
+                        can_be_freed = _entries(str(group / "memory.stat"))[freed]
+                        found.append(int(text) - int((group / used).read_text()) + can_be_freed)
     return min(found, default=None)
 
 

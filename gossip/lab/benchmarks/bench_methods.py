@@ -348,7 +348,7 @@ def gossip_arguments(options: Options, world_size: int, local_size: int = 1) -> 
     name, given = _name_and_options("topology", options.get("topology", "one_peer_exponential"))
     every, order = given.pop("every", 1), given.pop("order", None)
     topology = topologies.build(name, world_size, **given).every(every)
-    arguments = {**options, "topology": topology.permuted(order) if order and world_size > 1 else topology}
+    arguments = {**options, "topology": topology if order is None or world_size == 1 else topology.permuted(order)}
     for option, registry in (("algorithm", ALGORITHMS), ("compression", COMPRESSIONS)):
         if option in options:
             name, given = _name_and_options(option, options[option])

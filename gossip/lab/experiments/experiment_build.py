@@ -152,6 +152,8 @@ def make_topology(config: Mapping[str, Any]) -> Topology | None:
         cause = f"topology.name={name}"
         if (option := named_in(text, options)) is not None:
             cause = f"topology.options.{option}={shown(options[option])}"
+        elif text.startswith("order "):
+            cause = f"topology.order={shown(settings.topology.order)}"
         elif "world_size" in text:
             cause = f"launch.world_size={settings.launch.world_size}"
             if settings.launch.local_size > 1:

@@ -4,6 +4,7 @@ Latency and bandwidth are measured between pairs of ranks, while all ranks excha
 """
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from gossip.exchange.distributed_transport import PIECE_BYTES
 from gossip.lab.probe.compute_probe import Loss, Optimize, PlainSteps, StepTimes
 from gossip.launching import DEFAULT_TIMEOUT
 from topologies.graphs.edge_colouring import edge_colouring
+from topologies.matrix_storage import FloatArray
 
 _MAX_RANKS_OF_ALL_PAIRS = 8
 _MAX_NODES_OF_ALL_PAIRS = 32
@@ -36,7 +38,8 @@ _NUM_CONTENDED_MESSAGES = 4
 
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
 """The pieces of a message, and where those of the peer's go."""
-_UNEQUAL_FACTOR = 1.5  # pairs of nodes whose bandwidths differ by less are taken for equal
+_UNEQUAL_FACTOR = 1.5  # nodes, and a tenth of their pairs, whose bandwidths differ by less are taken for equal
+_FAR_FACTOR = 4.0  # and single pairs that differ by less
 _SLOW_FACTOR = 1.25  # a rank that computes longer than the median rank by this factor is a straggler
 
 
@@ -290,9 +293,18 @@ def cluster_of(links: Sequence[Link], world_size: int, local_size: int, *, on_cp
         given["latency_us"] = 1e6 * statistics.median(link.latency_s for link in across)
         measured = gbps[gbps > 0]
         given["bandwidth_gbps"] = float(np.median(measured))
-        if len(measured) == num_nodes * (num_nodes - 1) and measured.max() > _UNEQUAL_FACTOR * measured.min():
+        if len(measured) == num_nodes * (num_nodes - 1) and _differ(gbps):
             given["bandwidth_gbps"] = gbps.tolist()
     if inside:
         given["local_latency_us"] = 1e6 * statistics.median(link.latency_s for link in inside)
         given["local_bandwidth_gbps"] = 8e-9 * statistics.median(link.bytes_per_s for link in inside)
     return Cluster(num_nodes, local_size, shares_memory=on_cpu and local_size > 1, **given)
+
+
+def _differ(gbps: FloatArray) -> bool:
+    """Return whether the rates of all pairs of nodes differ by more than measurements do that are alike."""
+    between = np.where(gbps > 0, gbps, np.nan)
+    by_node = [np.nanmedian(between, axis) for axis in (0, 1)]
+    spreads = [np.ptp(np.log(each)) for each in (np.nanquantile(between, (0.1, 0.9)), *by_node)]
+    low, high = np.nanmin(between), np.nanmax(between)
+    return bool(max(spreads) > math.log(_UNEQUAL_FACTOR) or high > _FAR_FACTOR * low)

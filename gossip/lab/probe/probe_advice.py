@@ -292,12 +292,14 @@ def advise(measured: Measured, data: DataKind = "alike") -> Advice:
 def _predict(topology: Topology, cluster: Cluster, workload: Workload) -> Predicted:
     traffic = analysis.traffic(topology, local_size=cluster.local_size if cluster.num_nodes > 1 else 1)
     best = list(placement(topology, cluster))
-    order = None if best == sorted(best) else best
+    orders = [None] if best == sorted(best) else [None, best]
+    runs = [simulate_time(placed(topology, order), cluster, workload, NUM_STEPS) for order in orders]
+    run, order = min(zip(runs, orders, strict=True), key=lambda pair: pair[0].step_time_s)
     return Predicted(
         title=title_of(topology),
         topology=topology,
         order=order,
-        run=simulate_time(placed(topology, order), cluster, workload, NUM_STEPS),
+        run=run,
         messages=sum(round_.busiest_node for round_ in traffic.rounds) / len(traffic.rounds) / traffic.every,
         rounds=analysis.rounds_to(topology, TOLERANCE),
         rate=analysis.consensus_rate(topology),

@@ -72,6 +72,35 @@ def test_a_step_whose_learning_rate_is_0_applies_no_correction() -> None:
     assert all(map(torch.equal, workers.parameters(), before))
 
 
+def test_a_rate_that_starts_again_from_0_does_not_blow_up_the_correction() -> None:
+    workers = small(topology="one_peer_exponential", algorithm=gossip.FactoredGossip(period=10, kappa=0.4))
+    restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(workers.optimizer, 60)
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(360):
+        loss = (workers(inputs) - inputs[:, :2].flip(0)).square().mean()
+        loss.backward()
+        restarts.step()
+    assert loss.item() < 10
+
+
+class Halving(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+
+
+def test_without_a_correction_no_learning_rate_is_needed() -> None:
+    workers = small(optimizer=partial(Halving, defaults={}), algorithm=gossip.FactoredGossip(period=2, outer_lr=1.0))
+    before = [stack.detach().clone() for stack in workers.parameters()]
+    step(workers, 0)
+    for stack, was in zip(workers.parameters(), before, strict=True):
+        assert torch.equal(stack.detach(), was / 2)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -180,7 +180,7 @@ def test_a_link_is_as_fast_each_way_as_with_the_fastest_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "local_size", "faster"), [(4, 1, 2 / 1.1), (4, 2, 5.5 / 4.15), (8, 1, 3 / 1.2), (16, 1, 4 / 1.3)]
+    ("n", "local_size", "faster"), [(4, 1, 2 / 1.1), (4, 2, 5.5 / 4.15), (16, 1, 4 / 1.3), (128, 1, 7 / 1.6)]
 )
 def test_placed_ranks_cross_between_racks_in_one_round_of_log2_n(n: int, local_size: int, faster: float) -> None:
     """In one round of 4 nodes with 2 ranks four ranks all-reduce, 1.5 messages, and in the other each node sends 4."""
@@ -197,6 +197,8 @@ def test_ranks_stay_where_they_are_if_no_order_is_better() -> None:
     assert placement(_method("one_peer_exponential", 4), Cluster(4)) == (0, 1, 2, 3)
     for n, name in itertools.product((4, 9), ("complete", "ring")):
         assert placement(_method(name, n), racks(n)) == tuple(range(n))
+    pairs = _method("one_peer_exponential", 4)
+    assert placement(pairs.every(65), racks(4)) == placement(pairs, racks(4)) != (0, 1, 2, 3)
     slow, star = Cluster(3, bandwidth_gbps=[[0, 0.1, 0.1], [1, 0, 1], [1, 1, 0]]), topologies.build("star", 3)
     assert placement(star, slow) == placement(topologies.build("complete", 3).then(star, after=9), slow) == (1, 0, 2)
 

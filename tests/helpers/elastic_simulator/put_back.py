@@ -123,7 +123,7 @@ FAULTS = (
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", False, True, (1000177,)),
     PutBack(_DETECTOR + "_is_suspect", "num_steps * timeout_s", "0", True),
     PutBack(_DETECTOR + "wait_until", "self.consensus.miss(left)", "pass", is_common=True),
-    PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", False, True, range(201)),
+    PutBack(_DETECTOR + "wait_until", "if suspects and waited_s > timeout_s:", "if suspects:", False, True, (513,)),
     PutBack(_DETECTOR + "exchange", "self.is_joint or not self.is_in_step", "False", True, True, (1202678,)),
     PutBack(_DETECTOR + "exchange", "if lost or self", "if lost or False and self", is_common=True),
     # ------------------------------------------------------------------ shard groups
@@ -164,6 +164,7 @@ FAULTS = (
         _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
     ),
     PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", False, True, (378,)),
+    PutBack(_CONSENSUS + "_attempt", "= is_early * self", "= 0 * self", True, True, (9189,)),
     PutBack(
         _CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:", False, True, _of_two_kinds(23)
     ),

@@ -58,6 +58,8 @@ def test_settings_names_and_topologies_with_options() -> None:
     assert labels({"mine": named}) == ["mine random_matching 3", "mine ring"]
     placed = bench_methods.gossip_arguments({"topology": {"name": "ring", "order": [0, 2, 1, 3]}}, 4)["topology"]
     assert placed.round(0).peers(0) == (2, 3)
+    with pytest.raises(ValueError, match="order must name every rank from 0 to 3 once"):
+        bench_methods.gossip_arguments({"topology": {"name": "ring", "order": []}}, 4)
 
 
 def test_settings_of_a_case_have_one_link() -> None:

@@ -31,6 +31,7 @@ REFUSED = {
     "model._target_=null": "model has no _target_",
     "~topology": "the configuration has no key topology.name; set topology.name=...",
     "topology.every=2.5": "topology.every must be a valid integer, got 2.5",
+    "topology.order=[0,2,1]": "topology.order=[0,2,1]: order must name every rank from 0 to",
     "launch.local_size=3": "launch.local_size=3 does not divide launch.world_size=4; every group",
     "shard=fsdp": "shard=fsdp divides a replica among the ranks of a group; set launch.local_size",
     "topology=hypercube launch.world_size=6 launch.local_size=2": (

@@ -11,7 +11,7 @@ import topologies
 from gossip.lab.probe import probe_advice
 from gossip.lab.probe.cluster_measuring import Measured
 from gossip.lab.probe.probe_advice import DRIFT, MANY_RANKS, Advice, Choice, DataKind, Predicted, advise, choose
-from gossip.simulation import Cluster, SlowRank, Workload
+from gossip.simulation import Cluster, SlowRank, Workload, placement
 from topologies.reports.comparing import chosen_topologies
 from topologies.reports.family_samples import title_of, without_disguises
 
@@ -145,6 +145,16 @@ def test_advice_where_links_differ_is_of_ranks_in_other_places() -> None:
     assert "uncompressed with an exchange in every step 237.5 ms" in advice.sentence
     assert "take one_peer_exponential, order [0, 2, 1, 3], algorithm" in advice.sentence
     assert "1 to 10 Gbit/s of a node each way" in str(advice)
+
+
+def test_an_order_that_is_predicted_to_take_longer_is_not_advised() -> None:
+    """Three ranks all-reduce along a ring by their numbers, which an order of the places does not know of."""
+    gbps = [[0, 2, 0.5, 10, 1], [2, 0, 10, 5, 5], [0.5, 10, 0, 2, 10], [10, 5, 2, 0, 1], [1, 5, 10, 1, 0]]
+    cluster, base = Cluster(5, bandwidth_gbps=gbps), topologies.build("base", 5, k=3)
+    with mock.patch.object(probe_advice, "chosen_topologies", return_value=[base]):
+        advice = advise(Measured(cluster, WORKLOAD, is_regular=True))
+    assert [row.order for row in advice.rows] == [None, None]
+    assert placement(base, cluster) != (0, 1, 2, 3, 4)
 
 
 ONE_BUCKET = Workload(0.03, 0.06, (10_000_000,), update_s=0.01)

@@ -99,14 +99,20 @@ def test_cluster_adds_up_what_the_ranks_of_a_node_send_at_once() -> None:
     assert not alone.shares_memory
 
 
-@pytest.mark.parametrize(("factor", "num_left_out", "has_matrix"), [(1.4, 0, False), (1.6, 0, True), (1.6, 1, False)])
+@pytest.mark.parametrize(
+    ("factor", "num_changed", "num_left_out", "has_matrix"),
+    [(1.6, 1, 0, False), (5, 1, 0, True), (1.6, 2, 0, True), (1.4, 2, 0, False), (5, 2, 1, False)],
+)
 def test_nodes_have_a_bandwidth_for_each_pair_if_all_were_measured_and_differ(
-    factor: float, num_left_out: int, has_matrix: bool
+    factor: float, num_changed: int, num_left_out: int, has_matrix: bool
 ) -> None:
+    """One pair of nodes, or all that a node sends."""
     links = [Link(rank, peer, 1e-4, 1e8) for rank, peer in itertools.permutations(range(3), 2)]
-    links[0] = dataclasses.replace(links[0], bytes_per_s=factor * 1e8)
+    for place in range(num_changed):
+        links[place] = dataclasses.replace(links[place], bytes_per_s=factor * 1e8)
     cluster = cluster_of(links[: len(links) - num_left_out], 3, 1, on_cpu=True)
-    wanted = [[0, 0.8 * factor, 0.8], [0.8, 0, 0.8], [0.8, 0.8, 0]] if has_matrix else 0.8
+    of_0 = [0, 0.8 * factor, 0.8 * (factor if num_changed == 2 else 1)]
+    wanted = [of_0, [0.8, 0, 0.8], [0.8, 0.8, 0]] if has_matrix else 0.8
     np.testing.assert_allclose(cluster.bandwidth_gbps, wanted)
 
 
