@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -22,7 +20,7 @@ from gossip.compression.conversation import Arrival, Conversation, Delivery, Mes
 from gossip.elastic.connections.peer_connection import Key, Kind, Outgoing, next_number
 from gossip.elastic.elastic_world import ElasticWorld
 from gossip.exchange.late_messages import LateMessages
-from gossip.exchange.message_notes import VARIABLE, Note, NotesInFile, digest
+from gossip.exchange.message_notes import note
 from gossip.exchange.pair_averaging import PairAverager, PairTransport
 from gossip.exchange.recording import Missed
 from gossip.exchange.transport import LateDifference, SoftDeadline, Transport
@@ -39,7 +37,6 @@ class EdgeTransport(Transport):
     """
 
     num_buffers = BUFFERS_PER_ROW
-    note: ClassVar[Note | None] = NotesInFile(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
     def __init__(
         self,
@@ -153,7 +150,7 @@ class EdgeExchange:
         key = self._key()
         for place, message in turn.sent.items():
             member, shared, lying = self._members[place], self._shared, message
-            self._note("sent", self._world.member, member, key, message)
+            note("sent", self._world.member, member, key, message)
             is_near = shared is not None and message.nbytes >= _MIN_SHARED_BYTES and shared.reaches(member)
             if shared is not None and is_near and not shared.holds(message):
                 if id(message) not in copies:
@@ -194,12 +191,8 @@ class EdgeExchange:
         )
         messages = {place: self._kept(payload, turn, place) for place, payload in found.items()}
         for place, message in messages.items():
-            self._note("mixed", self._members[place], self._world.member, key, message)
+            note("mixed", self._members[place], self._world.member, key, message)
         return messages
-
-    def _note(self, what: str, sender: int, receiver: int, key: Key, message: torch.Tensor) -> None:
-        if EdgeTransport.note is not None:
-            EdgeTransport.note(what, [sender, receiver, *key[1:], digest(message)])
 
     def _puts_off(self, member: int, place: int, key: Key) -> bool:
         """Return whether a message is mixed in later, when it arrives."""

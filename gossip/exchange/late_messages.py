@@ -13,6 +13,7 @@ import torch
 
 from gossip.elastic.connections.peer_connection import Key
 from gossip.elastic.elastic_world import ElasticWorld
+from gossip.exchange.message_notes import note
 from gossip.exchange.recording import Missed
 from gossip.exchange.transport import LateDifference, SoftDeadline
 
@@ -102,6 +103,7 @@ class LateMessages:
         where = f"step {step}, bucket {bucket}: a late message"
         self._world.wait_until(look, lambda: sorted({late.member for late in awaited}), where, is_sent_at=sent_at)
         for late, payload in found:
+            note("mixed", late.member, self._world.member, late.key, payload)
             message = payload.view(late.own.dtype).to(late.own.device)
             difference = message.double().sub_(late.own).mul_(late.weight)
             yield LateDifference(late.key.first, difference, partial(self._record, bucket, late))

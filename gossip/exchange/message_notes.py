@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,24 +10,16 @@ import torch
 VARIABLE = "GOSSIP_MESSAGE_NOTES"
 """Names a folder, if messages are to be noted there."""
 
-Note = Callable[[str, Sequence[int | str]], None]
-"""Takes "sent" or "mixed", and of a message the sender, the receiver, the rest of its key, and the digest."""
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_FILE = os.open(Path(os.environ[VARIABLE]) / f"{os.getpid()}.txt", _FLAGS) if VARIABLE in os.environ else None
 
 
-class NotesInFile:
-    """Notes of a process, a line each, in a file of a folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._descriptor = os.open(Path(folder) / f"{os.getpid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def __call__(self, what: str, message: Sequence[int | str]) -> None:
-        """Write a line, at once."""
-        os.write(self._descriptor, f"{what} {' '.join(map(str, message))}\n".encode())
-
-
-def digest(message: torch.Tensor) -> str:
-    data = message.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+def note(what: str, sender: int, receiver: int, key: Sequence[int], message: torch.Tensor) -> None:
+    """Note at once, in a line of the process's file, that a message is "sent" or "mixed", if that is to be noted."""
+    if _FILE is not None:
+        data = message.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+        os.write(_FILE, f"{what} {sender} {receiver} {' '.join(map(str, key))} {digest}\n".encode())
 
 
 def num_mixed_and_torn(folder: str) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from gossip.communication.host import daemon_threads
 from gossip.compression.conversation import Arrival, Conversation, Turn, accumulation_dtype, chunks, finite_on_host
 from gossip.elastic.connections.peer_connection import Frame, Key, Kind, Outgoing
 from gossip.elastic.elastic_world import ElasticWorld, Questions
+from gossip.exchange.message_notes import note
 from gossip.exchange.recording import Average
 from gossip.exchange.transport import LateDifference, Transport
 from topologies import Round
@@ -108,7 +109,9 @@ class PairAverager:
             has_met, shown.have_asked = partner in shown.have_asked, set()
             if partner is None or has_met or partner in self._world.mesh.lost:
                 return 0
-            frame = self._world.mesh.send(partner, Key(Kind.PAIR, step, bucket), shown.values)
+            key = Key(Kind.PAIR, step, bucket)
+            note("sent", self._world.member, partner, key, shown.values)
+            frame = self._world.mesh.send(partner, key, shown.values)
             shown.asked = Asked(partner, step, frame)
             return shown.values.nbytes
 
@@ -188,6 +191,7 @@ class PairAverager:
                 self._on_question(shown, member, frame)
             elif shown.asked is not None and (shown.asked.member, shown.asked.step) == (member, asked_at):
                 if frame.payload.nbytes:
+                    note("mixed", member, self._world.member, frame.key, frame.payload)
                     difference = frame.payload.view(shown.values.dtype)
                     self._add(shown, difference, -1.0)
                     shown.made.append(Average(self._world.member, shown.step, bucket, member, shown_at))
@@ -214,10 +218,12 @@ class PairAverager:
             shown.have_asked.add(member)
             shown.answered[member] += difference.nbytes
             key = Key(Kind.AVERAGE, frame.key.first, frame.key.second, shown.step)
+            note("sent", self._world.member, member, key, difference)
             self._world.mesh.send(member, key, difference)
 
     def _average(self, shown: Shown, member: int, frame: Frame) -> torch.Tensor | None:
         """Move half of the way to what another rank shows; return the difference, or None if it is not finite."""
+        note("mixed", member, self._world.member, frame.key, frame.payload)
         difference = frame.payload.view(shown.values.dtype)
         is_finite = True
         for part in chunks(difference.numel(), difference.device):

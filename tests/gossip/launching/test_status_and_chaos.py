@@ -79,9 +79,9 @@ def test_store_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert "error: there is no key-value store at 127.0.0.1:1: Connection refused" in capsys.readouterr().err
 
 
-def chaos(folder: Path, options: str, until: str) -> str:
+def chaos(folder: Path, options: str, until: str, given: str = "") -> str:
     """What the command prints of a training that goes on until something holds."""
-    own = [sys.executable, str(lone_ranks.script(folder, "train.py", "gossip.launch(train)")), until, ""]
+    own = [sys.executable, str(lone_ranks.script(folder, "train.py", "gossip.launch(train)", mesh=given)), until, ""]
     command = [sys.executable, "-m", "gossip", "chaos", *options.split(), "--", *own]
     done = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,10 @@ def test_program_is_struck_and_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_ends_when_all_have_left_that_were_told_to(tmp_path: Path) -> None:
-    assert ": no faults; goodput " in chaos(tmp_path, "--ranks 2 --every 99s --seconds 3s", until="False")
+    options, given = "--ranks 2 --every 99s --seconds 3s", "algorithm=gossip.Asynchronous(4)"
+    printed = chaos(tmp_path, options, until="False", given=given)
+    assert ": no faults; goodput " in printed
+    assert re.search(r"^\d{2,} messages were mixed; 0 were not what was sent$", printed, re.MULTILINE)
 
 
 def test_a_message_that_nobody_sent_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
