@@ -117,14 +117,6 @@ def test_group_that_changes_place_keeps_its_own_constants() -> None:
     assert torch.equal(module[2].weight, plain[2].weight)
 
 
-def test_scaler_that_steps_in_a_fused_loop_is_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    model = GossipDataParallel(make_module(), SGD)
-    scaler.scale(model(batch(0, 0)).sum()).backward()
-    with pytest.raises(ValueError, match=r"scaler\.step\(\) cannot work here"):
-        scaler.step(model.optimizer)
-
-
 # ------------------------------------------------------------------ modules
 
 

@@ -110,12 +110,19 @@ def test_calls_of_the_scaler_that_backward_has_made_are_refused_with_the_remedy(
     assert not {"unscale_", "step", "update"} & vars(scaler).keys()
 
 
-@pytest.mark.parametrize(("knows", "text"), [(True, r"call scaler\.step\(model\.optimizer\)"), (False, "pass scaler=")])
-def test_step_with_a_scaler_that_only_one_side_knows_is_refused(knows: bool, text: str) -> None:
+@pytest.mark.parametrize(
+    ("knows", "outside", "text"),
+    [
+        (True, True, r"call scaler\.step\(model\.optimizer\)"),
+        (False, True, "pass scaler="),
+        (False, False, r"scaler\.step\(\) cannot work here"),
+    ],
+)
+def test_step_with_a_scaler_that_only_one_side_knows_is_refused(knows: bool, outside: bool, text: str) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    model = GossipDataParallel(make_module(), SGD, step_in_backward=False, scaler=scaler if knows else None)
+    model = GossipDataParallel(make_module(), SGD, step_in_backward=not outside, scaler=scaler if knows else None)
     scaler.scale(model(batch(0, 0)).sum()).backward()
-    with pytest.raises(GossipError, match=text):
+    with pytest.raises((GossipError, ValueError), match=text):
         model.optimizer.step() if knows else scaler.step(model.optimizer)
 
 
