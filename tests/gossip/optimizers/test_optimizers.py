@@ -1,6 +1,5 @@
 """The optimizers that people bring: stepped bucket by bucket as at once, several, third-party ones, with hooks."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -187,17 +186,6 @@ def test_buckets_step_as_the_whole_does(name: str) -> None:
         loss_of(model, 0, step).backward()
     assert_equal_states(model.state_dict(), plain.state_dict())
     assert_equal_states(model.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-
-
-def test_step_has_nothing_left_to_do_and_refuses_a_closure() -> None:
-    model = GossipDataParallel(make_module(), OPTIMIZERS["sgd"])
-    loss_of(model, 0, 0).backward()
-    values = copy.deepcopy(model.state_dict())
-    model.optimizer.step()
-    model.optimizer.zero_grad()
-    assert_equal_states(model.state_dict(), values)
-    with pytest.raises(ValueError, match="the update was made inside backward"):
-        model.optimizer.step(lambda: 0.0)
 
 
 def test_group_added_after_wrapping_is_trained_from_then_on() -> None:

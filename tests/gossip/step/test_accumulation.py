@@ -185,6 +185,8 @@ def test_the_first_step_of_an_optimizer_is_answered_once_and_warnings_name_the_u
     (line,) = lines
     assert line.startswith("rank 0: optimizer.step() has nothing left to do: the updates were made inside backward()")
     assert "pass clip_grad_norm= where the module is wrapped; to keep the usual loop, wrap" in line
+    with pytest.raises(ValueError, match="the update was made inside backward"):
+        model.optimizer.step(lambda: 0.0)
     with pytest.warns(UserWarning, match="rank 0: step 5: a clip function found no gradients") as issued:
         clip_in_between(model)
     assert [warning.filename for warning in issued] == [__file__]
