@@ -56,7 +56,7 @@ def test_train_taken_port_is_one_line(tmp_path: Path) -> None:
         run = train(tmp_path, f"launch.port={port}")
     assert run.status == 2
     (line,) = [line for line in run.stderr.splitlines() if " INFO " not in line]
-    assert line.startswith(f"error: port {port} on 127.0.0.1 is taken")
+    assert line.startswith(f"error: port {port} on 127.0.0.1 is taken; choose another one, or leave it out")
 
 
 def test_train_refuses_the_folder_of_a_running_run_until_that_is_killed(tmp_path: Path) -> None:
