@@ -185,14 +185,6 @@ def used_edges(topology: Topology) -> list[tuple[int, ...]]:
     return sorted(group for t in range(topology.period) for group in topology.round(t).groups if len(group) > 1)
 
 
-def test_matchings_use_every_edge_once_per_period() -> None:
-    graph = nx.karate_club_graph()
-    plain = nx.Graph(graph.edges)
-    topology = topologies.build("matchings", 34, graph=plain)
-    assert topology.period == 17
-    assert used_edges(topology) == sorted(tuple(sorted(edge)) for edge in graph.edges)
-
-
 @pytest.mark.parametrize("name", ["ring", "star", "complete"])
 def test_a_family_by_name_is_the_graph_of_its_round(name: str) -> None:
     topology, round_ = topologies.build("matchings", 12, graph=name), topologies.build(name, 12).round(0)
