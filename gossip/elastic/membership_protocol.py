@@ -318,7 +318,10 @@ class MembershipProtocol:
         # Those who have waited while a rank of this group stood still may give it up within a time-out.
         thawed = max(self._mesh.thawed[mate] for mate in self._own_group())
         has_just_woken = time.monotonic() < max(thawed + self._timeout.total_seconds(), self._mesh.woke_at + _GRACE_S)
-        return is_lost or has_just_woken or max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
+        # Its other thread has yet to find that this process has stood still.
+        is_waking = time.monotonic() > self._mesh.looked_at + self._timeout.total_seconds() / 2
+        is_silent = max(silent.values(), default=0.0) > _NUM_BEATS_MISSED * self._mesh.beat_s
+        return is_lost or has_just_woken or is_waking or is_silent
 
     def _await(self, others: Iterable[int], is_met: Callable[[int], bool]) -> list[int]:
         """Wait until something is true of each of the other ranks, and return those of which it is not in time."""

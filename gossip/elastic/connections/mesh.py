@@ -121,7 +121,7 @@ class Mesh:
         self.address = host, int(self._listener.socket.getsockname()[1])
         self.beat_s, self._long_s = min(_BEAT_S, timeout.total_seconds() / 10), timeout.total_seconds() / 2
         self._beats_at = self._prompts_at = 0.0
-        self._looked_at = self._heard_at = time.monotonic()  # for what has arrived; anybody
+        self.looked_at = self._heard_at = time.monotonic()  # for what has arrived; anybody
         self.thawed = collections.defaultdict[int, float](lambda: float("-inf"))  # when who came back from a pause
         self.woke_at = float("-inf")  # after having heard nobody
         self._stop, self._is_parents = threading.Event(), False
@@ -181,7 +181,7 @@ class Mesh:
             connection = self._connections.get(member)
             if connection is None or self._backlog[member] > _MOST_BACKLOG_BYTES:  # what it sends is not being read
                 return 0.0
-            return max(0.0, self._looked_at - connection.heard_at)  # as if this process had stood still since then
+            return max(0.0, self.looked_at - connection.heard_at)  # as if this process had stood still since then
 
     def _call(self, member: int, address: tuple[str, int], deadline: float) -> None:
         try:
@@ -322,15 +322,15 @@ class Mesh:
         """Serve once; return whether to continue."""
         self._take_up_changes()
         found, now = self._watcher.wait(_TICK_S), time.monotonic()
-        if now - self._looked_at > self._long_s:
+        if now - self.looked_at > self._long_s:
             self.thawed[self.member] = now
         for connection, events in found:
             if not isinstance(connection, PeerConnection):
                 self._listener.accept(time.monotonic())
             elif connection.socket.fileno() != -1:
                 self._serve_one(connection, events)
-        self._looked_at = time.monotonic()
-        heard_at = max((each.heard_at for each in self._connections.values()), default=self._looked_at)
+        self.looked_at = time.monotonic()
+        heard_at = max((each.heard_at for each in self._connections.values()), default=self.looked_at)
         if heard_at - self._heard_at > _NUM_BEATS_MISSED * self.beat_s:
             self.woke_at = heard_at
         self._heard_at = max(self._heard_at, heard_at)

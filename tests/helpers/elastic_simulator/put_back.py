@@ -147,6 +147,7 @@ FAULTS = (
     # ------------------------------------------------------------------ partitions
     PutBack(_CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, True, (1000150,)),
     PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
+    PutBack(_CONSENSUS + "_may_be_cut_off", "is_waking or", "", True, True, (77780,)),
     PutBack(
         _CONSENSUS + "_may_be_cut_off", "thawed + self._timeout.total_seconds()", "thawed + 0.3", True, True, (889208,)
     ),
