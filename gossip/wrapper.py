@@ -403,14 +403,17 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict into the module. Local: load the same one on every rank.
 
-        Keys that all begin with ``module.``, as DistributedDataParallel writes them, are accepted too. Even with
-        ``assign`` the values are copied, because the parameters stay in the buckets.
+        Local and outer steps go on from the new values. Keys that all begin with ``module.``, as
+        DistributedDataParallel writes them, are accepted too. Even with ``assign`` the values are copied, because the
+        parameters stay in the buckets.
         """
         if self._engine is not None and self._engine.error is None:
             self._engine.settle()  # what must be combined before the values are read must be before they are replaced
         result = super().load_state_dict(state_dict, strict, assign)
-        if assign and self._engine is not None:
-            self._engine.settle()
+        if self._engine is not None:
+            if assign:
+                self._engine.settle()
+            self._engine.exchanges.averaged()
         return result
 
     def __getstate__(self) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class Algorithm:
     reads_sent: ClassVar[bool] = False
     directs: ClassVar[bool] = False
     remembers_before: ClassVar[bool] = False
-    follows_learning_rate: bool = False
+    follows_learning_rate: ClassVar[bool] = False
     weighs_by: str | None = None
     weighted: bool = False
     keeps_numbers: ClassVar[bool] = False

@@ -31,6 +31,9 @@ class Arrived(NamedTuple):
     sent: torch.Tensor | None = None
 
 
+_MOST_GROWTH = 10.0
+
+
 class BucketView:
     r"""The values of one bucket, and what the algorithm keeps for it.
 
@@ -143,7 +146,7 @@ class BucketView:
 
     def follow_learning_rate(self) -> None:
         """Record the learning rates of a step that has been made."""
-        now = self._of_groups(lambda group: group["lr"])
+        now = self._of_groups(lambda group: 1.0 if group.get("lr") is None else group["lr"])
         known = zip(self.rates, self.earlier_rates, strict=True)
         self.earlier_rates = tuple(newest or earlier for newest, earlier in known) or now
         self.rates = now
@@ -157,6 +160,11 @@ class BucketView:
     def learning_rate_ratio(self) -> PerParameter:
         """The learning rate divided by the last one before it that was not 0; 1 while it is 0."""
         return self._of_rates(lambda now, before: now / before if now and before else 1.0)
+
+    @property
+    def learning_rate_growth(self) -> PerParameter:
+        """The same, but at most 10: what a tiny rate has left of other things than gradients must not grow with it."""
+        return self._of_rates(lambda now, before: min(now / before, _MOST_GROWTH) if now and before else 1.0)
 
     @property
     def inverse_learning_rate(self) -> PerParameter:

@@ -94,12 +94,9 @@ class DiLoCo(OuterSteps):
         return {VALUES: (bucket.values * bucket.numbers[_SAMPLES]).to(bucket.values.dtype)}
 
     def arrive(self, bucket: BucketView, got: Mapping[str, Arrived]) -> None:
-        total, difference = bucket.values, got[VALUES].difference
+        mean = self.message(bucket)[VALUES] + got[VALUES].difference  # of what was sent, as it was rounded
         if self.weighted:
-            samples = bucket.numbers[_SAMPLES]
-            mean = (total * samples + difference) / (samples + got[_SAMPLES].difference)
+            mean = (mean / (bucket.numbers[_SAMPLES] + got[_SAMPLES].difference)).to(mean.dtype)
             self._count_anew(bucket)
-        else:
-            mean = total + difference
         self._outer.step_(bucket, bucket.kept[ANCHOR] - mean)
         bucket.values.copy_(bucket.kept[ANCHOR])

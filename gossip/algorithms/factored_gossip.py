@@ -15,9 +15,6 @@ from topologies import Topology
 from topologies.compositions import in_bursts
 from topologies.validation import check_integer, check_real
 
-_MOST_GROWTH = 10.0
-"""By which a correction follows the learning rate from step to step: beyond it, what noise it has would grow, too."""
-
 
 class FactoredGossip(OuterSteps):
     r"""DiLoCo whose outer steps are each rank's own, while anchors are mixed as plain gossip would mix values.
@@ -90,6 +87,7 @@ class FactoredGossip(OuterSteps):
     """
 
     _constants: tuple[str, ...] = ("period", "rounds", "overlap", "outer_lr", "outer_momentum")
+    follows_learning_rate = True
 
     def __init__(
         self,
@@ -114,7 +112,6 @@ class FactoredGossip(OuterSteps):
         own = Nesterov(self.outer_lr, self.outer_momentum)
         self._step_by(outer, own, "own", outer_lr=outer_lr, outer_momentum=outer_momentum)
         self.kappa = check_real("kappa", kappa, "between 0 and 1", example=0.3)
-        self.follows_learning_rate = bool(kappa)
         if kappa:
             self.keeps = {**self.keeps, CORRECTION: Kept("zero")}
             self._constants = (*self._constants, "kappa")
@@ -140,9 +137,7 @@ class FactoredGossip(OuterSteps):
 
     def updated(self, bucket: BucketView) -> None:
         if self.kappa:
-            ratio = bucket.learning_rate_ratio
-            grows = ratio.clamp(max=_MOST_GROWTH) if isinstance(ratio, torch.Tensor) else min(ratio, _MOST_GROWTH)
-            correction = bucket.kept[CORRECTION].mul_(grows)
+            correction = bucket.kept[CORRECTION].mul_(bucket.learning_rate_growth)
             bucket.values.add_(scaled(correction, bucket.is_moving).to(bucket.values.dtype), alpha=1 / self.period)
         if self._ends_period(bucket.round_index):
             anchor = bucket.kept[ANCHOR]

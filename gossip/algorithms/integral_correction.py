@@ -162,7 +162,7 @@ class IntegralCorrection(WithForm):
         return made
 
     def updated(self, bucket: BucketView) -> None:
-        correction = bucket.kept[CORRECTION].mul_(bucket.learning_rate_ratio)
+        correction = bucket.kept[CORRECTION].mul_(bucket.learning_rate_growth)
         bucket.values.add_(scaled(correction, bucket.is_moving).to(bucket.values.dtype))
 
     def describe(self) -> str:

@@ -237,7 +237,7 @@ class OuterSteps(Anchored):
             self._outer = self.outer = TorchOuterOptimizer(outer)
             defaults = inspect.signature(type(self)).parameters
             for name, value in constants.items():
-                if value != defaults[name].default:
+                if name in defaults and value != defaults[name].default:
                     raise ValueError(f"outer={self.outer} has constants of its own, got {name}={value} too; drop one")
             self._constants = (*(name for name in self._constants if name not in constants), "outer")
         else:

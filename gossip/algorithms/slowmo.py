@@ -62,6 +62,6 @@ class SlowMo(GossipPGA, Anchored):
             bucket.values.copy_(anchor)
 
     def updated(self, bucket: BucketView) -> None:
-        ratio = bucket.learning_rate_ratio
+        ratio = bucket.learning_rate_growth
         if isinstance(ratio, torch.Tensor) or ratio != 1:
             bucket.kept[VELOCITY].mul_(ratio)

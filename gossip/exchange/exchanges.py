@@ -199,8 +199,11 @@ class Exchanges(ABC, Generic[AnyInFlight, AnyMeter]):
             view.samples = self._samples_of(view, self.has_update)
             if is_first and samples is not None:
                 kept, view.kept = view.kept, {}
+                counts = {name: view.numbers[name].clone() for name in self.algorithm.counts}
                 self.begin(view)
                 view.kept = kept
+                for name, count in counts.items():
+                    view.numbers[name].copy_(count)
 
     @contextlib.contextmanager
     def updating(self, has_update: float | torch.Tensor) -> Iterator[None]:

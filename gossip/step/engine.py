@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -44,6 +44,8 @@ class StepEngine(HealthChecks, ABC):
 
     A subclass determines when: bucket by bucket in backward passes, at their end, or in ``optimizer.step()``.
     """
+
+    _updates_when_idle: ClassVar[bool] = True  # by gradients that ``no_sync`` accumulated
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class StepEngine(HealthChecks, ABC):
         self._prepare_group()
         with self.fatal():
             self._complete_gradients(is_idle=True)
-        with self.exchanges.updating(float(self._has_gradients())):
+        with self.exchanges.updating(float(self._updates_when_idle and self._has_gradients())):
             self.end_step()
 
     def _complete_gradients(self, *, is_idle: bool = False) -> None:

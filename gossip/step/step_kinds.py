@@ -153,6 +153,8 @@ class GatheredSteps(BackwardSteps):
 class OptimizerSteps(StepEngine):
     """Backward passes only accumulate gradients; all optimizers of a model together make one step."""
 
+    _updates_when_idle = False
+
     def _hook_parameters(self, buckets: Sequence[AnyBucket]) -> None:
         """Watch for gradients only if they must be averaged over the ranks that train a replica together."""
         if self.group.averages_gradients:
