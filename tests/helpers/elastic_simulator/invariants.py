@@ -235,7 +235,7 @@ class Record:
             for place in rounds[step % len(rounds)].targets(members.index(sender)):
                 receiver = members[place]
                 is_due = receiver in remaining | saved and sender in remaining | saved | left
-                is_due = is_due and step < last[receiver]  # then it is in flight
+                is_due = is_due and step < last.get(receiver, 0)  # then it is in flight
                 if is_due and (receiver, sender, step, number) not in self.mixed:
                     raise Violation(
                         f"rank {receiver} has not mixed what rank {sender} sent in step {step} of {number}; both have "
