@@ -16,15 +16,6 @@ from separate import stacked
 
 import gossip
 import topologies
-from gossip import (
-    BucketShape,
-    ExchangeError,
-    GossipDataParallel,
-    LaunchError,
-    ModuloQuantization,
-    VirtualWorkers,
-    launch,
-)
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +30,7 @@ def train_on(
     torch.manual_seed(dist.get_rank())
     group = dist.new_group(list(range(WORLD_SIZE))) if in_group else None
     codec = None if compression is None else COMPRESSIONS[compression].make(0)
-    model = GossipDataParallel(
+    model = gossip.GossipDataParallel(
         NormalisedNet().double().to(device),
         SGD,
         topology,
@@ -62,8 +53,8 @@ def train_on(
 )
 @needs_nccl
 def test_training_on_gpus_equals_training_on_cpus(backend: str, in_group: bool, topology: str) -> None:
-    wanted = launch(train_on, "cpu", topology, world_size=WORLD_SIZE)
-    found = launch(train_on, "cuda", topology, in_group, world_size=WORLD_SIZE, backend=backend)
+    wanted = gossip.launch(train_on, "cpu", topology, world_size=WORLD_SIZE)
+    found = gossip.launch(train_on, "cuda", topology, in_group, world_size=WORLD_SIZE, backend=backend)
     for (state, distance), (expected, expected_distance) in zip(found, wanted, strict=True):
         assert distance == pytest.approx(expected_distance, rel=1e-6)
         for ours, theirs in zip(state, expected, strict=True):
@@ -79,7 +70,7 @@ def train_by_every_algorithm(kind: str, folder: str) -> dict[str, torch.Tensor]:
         algorithm, topology = make_algorithm(label), next(name for name in row.topologies if name != "pushed")
         module = NormalisedNet().double().to(device)
         options = {"algorithm": algorithm, "bucket_cap_mb": TINY_BUCKETS}
-        with GossipDataParallel(module, optimizer_for(label), topology, **options) as model:
+        with gossip.GossipDataParallel(module, optimizer_for(label), topology, **options) as model:
             for step in range(6):
                 if step == 3:
                     gossip.load(model, gossip.save(model, f"{folder}/{kind}/{label}"))
@@ -96,8 +87,8 @@ def train_by_every_algorithm(kind: str, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @needs_nccl
 def test_every_algorithm_on_gpus_is_that_on_cpus(backend: str, tmp_path: Path) -> None:
-    wanted = launch(train_by_every_algorithm, "cpu", str(tmp_path), world_size=WORLD_SIZE)
-    found = launch(train_by_every_algorithm, "cuda", str(tmp_path), world_size=WORLD_SIZE, backend=backend)
+    wanted = gossip.launch(train_by_every_algorithm, "cpu", str(tmp_path), world_size=WORLD_SIZE)
+    found = gossip.launch(train_by_every_algorithm, "cuda", str(tmp_path), world_size=WORLD_SIZE, backend=backend)
     for ours, theirs in zip(found, wanted, strict=True):
         for label, values in theirs.items():
             # Adam divides the rounding of gradients that batch norm makes 0 by its own size.
@@ -111,7 +102,7 @@ def test_parameters_on_a_gpu_have_storages_of_their_own() -> None:
     module = NormalisedNet().to(device)
     lengths = [len(saved(module.state_dict())), len(saved(module.first.bias))]
     sizes = {name: parameter.numel() * parameter.itemsize for name, parameter in module.named_parameters()}
-    with GossipDataParallel(module, SGD, bucket_cap_mb=TINY_BUCKETS) as model:
+    with gossip.GossipDataParallel(module, SGD, bucket_cap_mb=TINY_BUCKETS) as model:
         for edited in (False, True):
             if edited:
                 module.first.bias.data = torch.ones(6, device=device)
@@ -126,9 +117,9 @@ def test_parameters_on_a_gpu_have_storages_of_their_own() -> None:
 @on_ranks(WORLD_SIZE, anew=True, backend="nccl")
 def test_module_on_the_cpu_is_refused_by_nccl() -> None:
     choose_device("cuda")
-    model = GossipDataParallel(torch.nn.Linear(2, 1), SGD, "complete")
+    model = gossip.GossipDataParallel(torch.nn.Linear(2, 1), SGD, "complete")
     text = f"^rank {model.rank}: step 0, bucket 0: its parameters are on cpu, but the process group only has a"
-    with pytest.raises(ExchangeError, match=text):
+    with pytest.raises(gossip.ExchangeError, match=text):
         model(torch.ones(1, 2)).sum().backward()
 
 
@@ -141,9 +132,9 @@ def test_lattice_on_a_gpu_is_the_one_on_the_cpu(bits: int) -> None:
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
     messages, points = [], []
     for device in ("cpu", "cuda"):
-        ranks = Ranks(ModuloQuantization(bits), topologies.build("complete", 2), [values, values + 0.01])
+        ranks = Ranks(gossip.ModuloQuantization(bits), topologies.build("complete", 2), [values, values + 0.01])
         ranks.mix(0)
-        codec = ModuloQuantization(bits).codec(BucketShape(0, values.to(device)), 0)
+        codec = gossip.ModuloQuantization(bits).codec(gossip.BucketShape(0, values.to(device)), 0)
         codec.load_state_dict(ranks.codecs[0].state_dict())
         conversation = codec.exchange(values.to(device), topologies.build("complete", 2).round(1), 1)
         messages.append(conversation.opening.sent[1].cpu())
@@ -177,12 +168,14 @@ def test_codecs_of_all_ranks_on_a_gpu_are_those_on_the_cpu(name: str, topology: 
 @pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
 @needs_nccl
 def test_compressed_training_on_gpus_is_near_that_on_cpus(backend: str, name: str) -> None:
-    train = functools.partial(launch, train_on, "cuda", "complete", False, name, world_size=WORLD_SIZE, backend=backend)
+    train = functools.partial(
+        gossip.launch, train_on, "cuda", "complete", False, name, world_size=WORLD_SIZE, backend=backend
+    )
     if backend == "nccl" and COMPRESSIONS[name].make(0).follows_up:
-        with pytest.raises(LaunchError, match=r"checks every message on the host"):
+        with pytest.raises(gossip.LaunchError, match=r"checks every message on the host"):
             train()
         return
-    wanted, found = launch(train_on, "cpu", "complete", False, name, world_size=WORLD_SIZE), train()
+    wanted, found = gossip.launch(train_on, "cpu", "complete", False, name, world_size=WORLD_SIZE), train()
     for (state, _), (expected, _) in zip(found, wanted, strict=True):
         for ours, theirs in zip(state, expected, strict=True):
             # A gradient that differs in its last bit may round to the next point of a lattice.
@@ -199,7 +192,7 @@ def test_a_step_does_not_hold_the_host(world_size: int, compression: str | None)
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device)
     adamw = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    model = GossipDataParallel(module, adamw, "complete", compression=compression, bucket_cap_mb=0.02)
+    model = gossip.GossipDataParallel(module, adamw, "complete", compression=compression, bucket_cap_mb=0.02)
     inputs = torch.randn(8, 64, device=device)
     for _ in range(3):  # whatever is made once
         model(inputs).square().mean().backward()
@@ -220,7 +213,7 @@ def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str) -> None:
     for devices in (["cpu"], ["cuda:0"], ["cuda:0", "cuda:0"], ["cpu", "cuda:0"]):
         torch.manual_seed(0)
         module = NormalisedNet().double()
-        workers = VirtualWorkers(module, 9, SGD, topology, bucket_cap_mb=TINY_BUCKETS, devices=devices)
+        workers = gossip.VirtualWorkers(module, 9, SGD, topology, bucket_cap_mb=TINY_BUCKETS, devices=devices)
         for step in range(4):
             inputs = torch.randn(31, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
             workers(inputs.to(devices[0])).square().mean().backward()
@@ -236,12 +229,12 @@ def test_virtual_workers_on_a_gpu_train_as_on_the_cpu(topology: str) -> None:
 
 @needs_a_gpu
 def test_virtual_workers_on_a_gpu_resume_with_their_random_numbers(tmp_path: Path) -> None:
-    def make() -> VirtualWorkers:
+    def make() -> gossip.VirtualWorkers:
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
-        return VirtualWorkers(module, 3, SGD, devices=["cuda:0"])
+        return gossip.VirtualWorkers(module, 3, SGD, devices=["cuda:0"])
 
-    def train_for(workers: VirtualWorkers, steps: int) -> dict[str, torch.Tensor]:
+    def train_for(workers: gossip.VirtualWorkers, steps: int) -> dict[str, torch.Tensor]:
         for _ in range(steps):
             workers(torch.ones(6, 4, device="cuda:0")).square().mean().backward()
         return stacked(workers)

@@ -13,19 +13,8 @@ from covering import covering
 from exchanging import start
 from ranks import on_ranks
 
+import gossip
 import topologies
-from gossip import (
-    BucketShape,
-    Cast,
-    Compression,
-    DebugTransport,
-    DistributedTransport,
-    GossipDataParallel,
-    ModuloQuantization,
-    Transport,
-    Uncompressed,
-    World,
-)
 from gossip.communication.device_paths import Tensors
 from gossip.communication.host.worker_threads import Job
 from gossip.exchange.distributed_transport import shared_groups
@@ -33,10 +22,10 @@ from gossip.exchange.transport import make_transport
 from topologies import Topology
 
 WORLD_SIZE = 4
-TRANSPORTS: dict[str, Callable[[World, Topology], Transport]] = {
-    "distributed": DistributedTransport,
-    "on other machines": functools.partial(DistributedTransport, shares_memory=False),
-    "debug": DebugTransport,
+TRANSPORTS: dict[str, Callable[[gossip.World, Topology], gossip.Transport]] = {
+    "distributed": gossip.DistributedTransport,
+    "on other machines": functools.partial(gossip.DistributedTransport, shares_memory=False),
+    "debug": gossip.DebugTransport,
 }
 TOPOLOGIES = {
     name: topologies.build(name, WORLD_SIZE)
@@ -44,10 +33,10 @@ TOPOLOGIES = {
 } | {"random_matching": topologies.build("random_matching", WORLD_SIZE, seed=1)}
 TOPOLOGIES["complete.then"] = TOPOLOGIES["complete"].then(TOPOLOGIES["random_matching"], after=1)
 VALUES = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
-KINDS: dict[str, tuple[Compression, torch.dtype, float]] = {
-    **{str(dtype): (Uncompressed(), dtype, tolerance) for dtype, tolerance in VALUES.items()},
-    "bf16": (Cast(torch.bfloat16), torch.float32, 1e-2),
-    "int8": (ModuloQuantization(8), torch.float32, 5e-2),
+KINDS: dict[str, tuple[gossip.Compression, torch.dtype, float]] = {
+    **{str(dtype): (gossip.Uncompressed(), dtype, tolerance) for dtype, tolerance in VALUES.items()},
+    "bf16": (gossip.Cast(torch.bfloat16), torch.float32, 1e-2),
+    "int8": (gossip.ModuloQuantization(8), torch.float32, 5e-2),
 }
 SIZES = (1, 7, 40_001, 150_007)  # large ones are read in memory; over a network the last one goes in pieces
 NUM_STEPS = 5  # more than there are buffers
@@ -74,11 +63,12 @@ def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
     """All topologies and kinds of messages over one transport; several buckets are in flight at once."""
     for label, kind in [(label, kind) for carrier, label, kind in CASES if carrier == name]:
         (compression, dtype, tolerance), topology = KINDS[kind], TOPOLOGIES[label]
-        world = World(timedelta(seconds=60))
+        world = gossip.World(timedelta(seconds=60))
         transport = TRANSPORTS[name](world, topology)
         codecs = [
             compression.codec(
-                BucketShape(bucket, torch.empty(size, dtype=dtype), memory=memory_of(transport, bucket)), world.rank
+                gossip.BucketShape(bucket, torch.empty(size, dtype=dtype), memory=memory_of(transport, bucket)),
+                world.rank,
             )
             for bucket, size in enumerate(SIZES)
         ]
@@ -100,12 +90,12 @@ def test_what_arrives_is_the_row_of_the_mixing_matrix(name: str) -> None:
                 wide = torch.float64 if dtype == torch.float64 else torch.float32
                 assert error <= tolerance * np.abs(everyone).max(), f"{label} {kind} step {step} bucket {bucket}"
                 assert difference.dtype == wide, f"{label} {kind} step {step} bucket {bucket}"
-        if isinstance(transport, DistributedTransport):
+        if isinstance(transport, gossip.DistributedTransport):
             assert len(transport.local_messages.local) == (WORLD_SIZE - 1 if name == "distributed" else 0)
         world.close()
 
 
-def memory_of(transport: Transport, bucket: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+def memory_of(transport: gossip.Transport, bucket: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
     return lambda message, step: transport.memory(message, step=step, bucket=bucket)
 
 
@@ -113,8 +103,8 @@ def memory_of(transport: Transport, bucket: int) -> Callable[[torch.Tensor, int]
 def test_bytes_sent_are_those_of_the_ring_all_reduce_or_of_the_messages() -> None:
     sent = {}
     for label, topology in TOPOLOGIES.items():
-        world = World(timedelta(seconds=60))
-        transport = DistributedTransport(world, topology)
+        world = gossip.World(timedelta(seconds=60))
+        transport = gossip.DistributedTransport(world, topology)
         for numel in (100, 100_000):
             exchange = start(transport, torch.ones(numel), topology.round(0), world=world, step=0, bucket=0)
             exchange.wait()
@@ -134,8 +124,8 @@ def test_bytes_sent_are_those_of_the_ring_all_reduce_or_of_the_messages() -> Non
 def test_receives_are_posted_before_sends() -> None:
     # gloo moves two large messages in turn, not both at once, if the sends are posted first.
     topology = TOPOLOGIES["exponential"]
-    world = World(timedelta(seconds=60))
-    transport = DistributedTransport(world, topology)
+    world = gossip.World(timedelta(seconds=60))
+    transport = gossip.DistributedTransport(world, topology)
     group, world.group = world.group, mock.Mock()
     world.group.recv.return_value = world.group.send.return_value = None
     exchanges = [
@@ -163,7 +153,8 @@ def test_messages_that_the_starting_thread_itself_posts_are_made_before(weights:
         return mock.Mock(finished_at={})
 
     world.device_paths.submit.side_effect = post_at_once
-    transport, round_ = DistributedTransport(world, TOPOLOGIES["ring"]), topologies.Round.from_matrix(np.array(weights))
+    transport = gossip.DistributedTransport(world, TOPOLOGIES["ring"])
+    round_ = topologies.Round.from_matrix(np.array(weights))
     start(transport, torch.ones(5, device="meta"), round_, world=world, step=0, bucket=0)
     assert len(posted) == 1
 
@@ -172,12 +163,12 @@ def test_messages_that_the_starting_thread_itself_posts_are_made_before(weights:
     ("transport", "text"),
     [
         (3, r"transport must be a name or a function \(world, topology\) -> gossip.Transport, got 3; pass a class"),
-        (mock.Mock(spec=Transport), r"Mock spec='Transport' .*; pass a class such as"),
+        (mock.Mock(spec=gossip.Transport), r"Mock spec='Transport' .*; pass a class such as"),
     ],
 )
 def test_what_is_no_factory_is_refused(transport: object, text: str) -> None:
     with pytest.raises(TypeError, match=text):
-        GossipDataParallel(torch.nn.Linear(3, 1), None, transport=transport)
+        gossip.GossipDataParallel(torch.nn.Linear(3, 1), None, transport=transport)
     with pytest.raises(TypeError, match=r"returned 3; have its class extend gossip\.Transport"):
         make_transport(lambda *_: 3, None, TOPOLOGIES["ring"])  # type: ignore[arg-type,return-value]
 
