@@ -411,8 +411,7 @@ class GossipDataParallel(CollectiveOperations, KeepsObjects, ModuleProxy, Outerm
             self._engine.settle()  # what must be combined before the values are read must be before they are replaced
         result = super().load_state_dict(state_dict, strict, assign)
         if self._engine is not None:
-            if assign:
-                self._engine.settle()
+            self._engine.settle()
             self._engine.exchanges.averaged()
         return result
 

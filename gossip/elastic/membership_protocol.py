@@ -216,7 +216,7 @@ class MembershipProtocol:
                 # A rank that is cut off while it waits for the others gives them up first: they begin to wait now.
                 is_early = is_minority and not is_too_few and not self._given_up.isdisjoint(latest.members)
                 more_s = is_early * self._timeout.total_seconds()
-                if self._is_soon_proposed(number, more_s, unless=lambda: is_answered(proposed)) or is_unsure:
+                if self._is_soon_proposed(number, more_s, lambda: is_answered(proposed)) or is_unsure:
                     return
                 if is_too_few:
                     self.fail(self._too_few(proposed.members))
@@ -414,9 +414,7 @@ class MembershipProtocol:
         if member in members and len(members) < self._min_ranks:
             self._error = self._too_few(members)
 
-    def _is_soon_proposed(
-        self, number: int, more_s: float = 0.0, *, unless: Callable[[], bool] = lambda: False
-    ) -> bool:
+    def _is_soon_proposed(self, number: int, more_s: float = 0.0, unless: Callable[[], bool] = lambda: False) -> bool:
         """Return whether another rank makes a proposal within a short time and more, or this one need not wait."""
         deadline = time.monotonic() + _GRACE_S + more_s
         while time.monotonic() < deadline and not self._stop.is_set():

@@ -237,16 +237,14 @@ def _listener(step: slurm.Step, host: str, port: int) -> socket.socket:
 @contextlib.contextmanager
 def environment_set(variables: Mapping[str, object]) -> Iterator[None]:
     """Set environment variables within the block."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

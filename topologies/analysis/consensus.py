@@ -118,8 +118,7 @@ def consensus_errors(topology: Schedule, num_rounds: int, *, start: int = 0) -> 
     """
     num_rounds = check_integer("num_rounds", num_rounds, minimum=0)
     error_after = _errors(topology, check_integer("start", start, minimum=0))
-    errors = [error_after(k) for k in range(num_rounds + 1)]
-    return np.array([_small_is_zero(error) for error in errors])
+    return np.array([_small_is_zero(error_after(k)) for k in range(num_rounds + 1)])
 
 
 def consensus_rate(topology: Schedule) -> float:

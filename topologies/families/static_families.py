@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topologies.graphs.edge_weights import weighted_round
+from topologies.matrix_storage import IntArray
 from topologies.round import Round
 from topologies.topology import DEFAULT, Topology, register
 from topologies.validation import check_integer, check_served, check_stored, divisors, is_power_of_two, listed, powers
@@ -185,11 +186,9 @@ def grid(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     >>> topologies.build("grid", 6, shape=(2, 3)).round(0).peers(1)
     (0, 2, 4)
     """
-    rows, columns = _check_shape("grid", world_size, shape)
-    check_stored("grid", world_size, 4.0 * world_size)
-    ranks = np.arange(world_size).reshape(rows, columns)
+    ranks = _lattice("grid", world_size, shape)
     edges = np.concatenate((_pairs(ranks[:-1], ranks[1:]), _pairs(ranks[:, :-1], ranks[:, 1:])))
-    return _repeat(weighted_round(world_size, edges), shape=(rows, columns))
+    return _repeat(weighted_round(world_size, edges), shape=ranks.shape)
 
 
 @register("torus")
@@ -222,12 +221,10 @@ def torus(world_size: int, *, shape: tuple[int, int] | None = None) -> Topology:
     >>> topologies.build("torus", 9).round(0).neighbours(0)
     {1: 0.2, 2: 0.2, 3: 0.2, 6: 0.2}
     """
-    rows, columns = _check_shape("torus", world_size, shape)
-    check_stored("torus", world_size, 4.0 * world_size)
-    ranks = np.arange(world_size).reshape(rows, columns)
+    ranks = _lattice("torus", world_size, shape)
     edges = np.concatenate((_pairs(ranks, np.roll(ranks, -1, axis=0)), _pairs(ranks, np.roll(ranks, -1, axis=1))))
     # A side of 2 closes to the edge that is there already, a side of 1 to a loop.
-    return _repeat(weighted_round(world_size, simple_edges(world_size, edges)), shape=(rows, columns))
+    return _repeat(weighted_round(world_size, simple_edges(world_size, edges)), shape=ranks.shape)
 
 
 @register("hypercube")
@@ -362,8 +359,8 @@ def _pairs(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> npt.NDAr
     return np.stack((one.reshape(-1), other.reshape(-1)), axis=1)
 
 
-def _check_shape(family: str, world_size: int, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the shape, or the most square one with a <= b."""
+def _lattice(family: str, world_size: int, shape: tuple[int, int] | None) -> IntArray:
+    """Return the ranks in this shape, or in the most square one with a <= b."""
     if shape is None:
         rows = max(divisor for divisor in divisors(world_size) if divisor * divisor <= world_size)
         if rows == 1 and world_size > 3:
@@ -373,7 +370,7 @@ def _check_shape(family: str, world_size: int, shape: tuple[int, int] | None) ->
                 f"which agrees slowly; choose {DEFAULT!r} or another topology, or a world_size that is no prime",
                 stacklevel=5,  # who calls topologies.build
             )
-        return rows, world_size // rows
+        shape = rows, world_size // rows
     if not isinstance(shape, tuple) or len(shape) != 2:
         raise TypeError(f"shape of topology {family!r} must be a pair (rows, columns), got {shape!r}; pass one")
     rows, columns = (check_integer("a side of shape", side, minimum=1) for side in shape)
@@ -382,4 +379,5 @@ def _check_shape(family: str, world_size: int, shape: tuple[int, int] | None) ->
             f"shape ({rows}, {columns}) of topology {family!r} has {rows * columns} ranks, world_size is "
             f"{world_size}; use world_size {rows * columns}, or rows out of {listed(divisors(world_size))}"
         )
-    return rows, columns
+    check_stored(family, world_size, 4.0 * world_size)
+    return np.arange(world_size).reshape(rows, columns)

@@ -25,12 +25,9 @@ S = TypeVar("S", bound="BenchmarkSettings")
 R = TypeVar("R", bound=BaseModel)
 
 
-def _texts(value: Any) -> list[str]:
-    return [str(each) for each in (value if isinstance(value, list) else [value])]
-
-
+_TEXTS = BeforeValidator(lambda value: [str(each) for each in (value if isinstance(value, list) else [value])])
 Link = Annotated[str, AfterValidator(lambda text: bits_per_second(text) and text)]
-Links = Annotated[tuple[Link, ...], Field(min_length=1, strict=False), BeforeValidator(_texts)]
+Links = Annotated[tuple[Link, ...], Field(min_length=1, strict=False), _TEXTS]
 """Links of the lab as texts for :func:`.shaped_hosts.bits_per_second`; one or a list of them."""
 
 

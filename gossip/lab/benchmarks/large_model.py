@@ -156,9 +156,13 @@ class LargeModel(Benchmark[LargeModelSettings, Rows]):
         by_way = {row["way"]: row for result in results for row in result.rows}
         memory = ["way", "ranks", "first loss", "last loss", "apart", "from", "at rest, GB", "peak, GB", "of ddp's"]
         times = ["way", "construction, s", "first step, s", "step, s", "averaged, s", "export, s", "save, s"]
+        names = ("construct_s", "first_step_s", "step_s", "averaged_s", "export_s", "save_s", "background_s")
+        of_times = (
+            [way, *(f"{row[name]:.2f}" if name in row else "" for name in names)] for way, row in by_way.items()
+        )
         return [
             table([*memory, "later steps, GB", "saving, GB"], (_memory_cells(row, by_way) for row in by_way.values())),
-            table([*times, "background, s"], map(_time_cells, by_way.values())),
+            table([*times, "background, s"], of_times),
         ]
 
 
@@ -173,11 +177,6 @@ def _memory_cells(row: Record, by_way: dict[str, Record]) -> list[str]:
     sizes = (row.get(f"{name}_bytes") for name in ("rest", "peak", "later_peak", "save_peak"))
     rest, peak, later, saving = ("" if size is None else f"{size / 1e9:.2f}" for size in sizes)
     return [row["way"], str(way.num_ranks), *losses, *apart, rest, peak, of_ddp, later, saving]
-
-
-def _time_cells(row: Record) -> list[str]:
-    names = ("construct_s", "first_step_s", "step_s", "averaged_s", "export_s", "save_s", "background_s")
-    return [row["way"], *(f"{row[name]:.2f}" if name in row else "" for name in names)]
 
 
 def _module(case: LargeModelSettings) -> nn.Module:

@@ -306,5 +306,4 @@ def _differ(gbps: FloatArray) -> bool:
     between = np.where(gbps > 0, gbps, np.nan)
     by_node = [np.nanmedian(between, axis) for axis in (0, 1)]
     spreads = [np.ptp(np.log(each)) for each in (np.nanquantile(between, (0.1, 0.9)), *by_node)]
-    low, high = np.nanmin(between), np.nanmax(between)
-    return bool(max(spreads) > math.log(_UNEQUAL_FACTOR) or high > _FAR_FACTOR * low)
+    return bool(max(spreads) > math.log(_UNEQUAL_FACTOR) or np.nanmax(between) > _FAR_FACTOR * np.nanmin(between))

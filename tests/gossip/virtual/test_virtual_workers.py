@@ -169,18 +169,6 @@ def test_awkward_parameters(optimizer: Any, bucket_cap_mb: float, dtype: torch.d
 # ---------------------------------------------------------------- the optimizer as users see it
 
 
-def test_schedulers_drive_the_optimizer_without_warnings() -> None:
-    module = make_module()
-    workers, separate = make_workers(module, 3, ADAM), Separate(module, 3, ADAM)
-    optimizers = [workers.optimizer, *(own for (own,) in separate.optimizers)]
-    schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=5) for each in optimizers]
-    for step in range(4):
-        train_both(workers, separate, batch(6, seed=step))
-        for scheduler in schedulers:
-            scheduler.step()
-    assert_same(workers, separate)
-
-
 def test_a_group_that_is_added_is_trained_from_then_on() -> None:
     def first_layer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.SGD([each for each in named if each[0].startswith("0.")], lr=0.1)
