@@ -77,8 +77,8 @@ class Cluster:
             )
         matrix = np.zeros((self.num_nodes, self.num_nodes))
         for node, peer in itertools.permutations(range(self.num_nodes), 2):
-            rate = check_real(f"bandwidth_gbps[{node}][{peer}]", rows[node][peer], "above 0", example=10.0)
-            matrix[node, peer] = rate
+            name = f"bandwidth_gbps[{node}][{peer}]"
+            matrix[node, peer] = check_real(name, rows[node][peer], "above 0", example=10.0)
         object.__setattr__(self, "bandwidth_gbps", tuple(map(tuple, matrix.tolist())))  # frozen, and can be hashed
 
     @property

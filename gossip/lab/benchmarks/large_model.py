@@ -157,12 +157,10 @@ class LargeModel(Benchmark[LargeModelSettings, Rows]):
         memory = ["way", "ranks", "first loss", "last loss", "apart", "from", "at rest, GB", "peak, GB", "of ddp's"]
         times = ["way", "construction, s", "first step, s", "step, s", "averaged, s", "export, s", "save, s"]
         names = ("construct_s", "first_step_s", "step_s", "averaged_s", "export_s", "save_s", "background_s")
-        of_times = (
-            [way, *(f"{row[name]:.2f}" if name in row else "" for name in names)] for way, row in by_way.items()
-        )
+        timed = ([way, *(f"{row[name]:.2f}" if name in row else "" for name in names)] for way, row in by_way.items())
         return [
             table([*memory, "later steps, GB", "saving, GB"], (_memory_cells(row, by_way) for row in by_way.values())),
-            table([*times, "background, s"], of_times),
+            table([*times, "background, s"], timed),
         ]
 
 
