@@ -34,7 +34,7 @@ class Wires:
         self.farewells: dict[int, tuple[int, int, int]] = {}
         self.silent: set[int] = set()
         self.waits: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.beat_s, self.woke_at = 0.5, float("-inf")
+        self.beat_s, self.woke_at, self.looked_at = 0.5, float("-inf"), float("inf")
         self.thawed = collections.defaultdict[int, float](lambda: float("-inf"))
         self.on_lost: Callable[[int, str], None] = lambda *_: None
         self.handlers: dict[Kind, Callable[[int, Frame], None]] = {}

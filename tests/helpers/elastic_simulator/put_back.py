@@ -44,6 +44,7 @@ class PutBack(NamedTuple):
 
 
 _CONSENSUS = "elastic.membership_consensus.Consensus."
+_ATTEMPT, _CUT_OFF = _CONSENSUS + "_attempt", _CONSENSUS + "_may_be_cut_off"
 _OPERATIONS = "elastic.repeated_operations.RepeatedOperations."
 _DETECTOR = "elastic.failure_detector.FailureDetector."
 _FLAG, _VOTES = "elastic.elastic_flag.ElasticFlag.", "elastic.flag_votes.FlagVotes."
@@ -64,27 +65,19 @@ def _of_two_kinds(number: int) -> Sequence[int]:
 
 FAULTS = (
     # ------------------------------------------------------------------ who trains
-    PutBack(
-        _CONSENSUS + "enter_step",
-        'self._wait_until(self._is_free, f"step {step}")',
-        "self._check()",
-        True,
-        is_common=True,
-    ),
-    PutBack(_CONSENSUS + "_attempt", "gone & set(agreed.ended)", "()", True, True, (1017782,)),
-    PutBack(_CONSENSUS + "_attempt", "if self._mesh.has_met(other)]", "]", True, True, (1055713,)),
+    PutBack(_CONSENSUS + "enter_step", 'self._wait_until(self._is_free, f"step {step}")', "self._check()", True, True),
+    PutBack(_ATTEMPT, "gone & set(agreed.ended)", "()", True, True, (1017782,)),
+    PutBack(_ATTEMPT, "if self._mesh.has_met(other)]", "]", True, True, (1055713,)),
     PutBack(_CONSENSUS + "_adopt", "not self._own_group().isdisjoint(agreed.ended)", "0", True),
     PutBack(_CONSENSUS + "have_passed", "> self.position", "> (99, 0, 0)", True, True, (1000076,)),
     PutBack(
         _CONSENSUS + "begin_together", "if self._absent_until.get(other, -1) < step", "", True, True, _of_two_kinds(30)
     ),
-    PutBack(
-        _CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", is_common=True, seeds=_of_two_kinds(80)
-    ),
+    PutBack(_CONSENSUS + "_decide", "if not missing:", "if len(missing) <= 1:", False, True, _of_two_kinds(80)),
     PutBack(_CONSENSUS + "_decide", "if is_asked and (lost", "if False and (lost", is_common=True, seeds=range(127)),
-    PutBack(_CONSENSUS + "_attempt", "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
+    PutBack(_ATTEMPT, "= self.position, self.is_joint", "= (0, 0, 0), self.is_joint", is_common=True),
     PutBack("elastic.generations.Generation.followed_by", "newest[1] + (not is_before)", "newest[1]", is_common=True),
-    PutBack(_CONSENSUS + "_attempt", " - {*agreed.parting}", "", True, True, (251,)),
+    PutBack(_ATTEMPT, " - {*agreed.parting}", "", True, True, (251,)),
     PutBack(_OPERATIONS + "enter", " and key.kind != Kind.MESSAGE", "", True, True, (1410691,)),
     PutBack(
         _CONSENSUS + "_proposed",
@@ -104,20 +97,12 @@ FAULTS = (
     # ------------------------------------------------------------------ leaving
     PutBack(_CHANGE + "leave", "self._engine.step < last:", "False:", is_common=True, seeds=_of_two_kinds(11)),
     PutBack(_CONSENSUS + "_adopt", "= False, first_step", "= False, 0", is_common=True, seeds=_of_two_kinds(11)),
-    PutBack(
-        _CONSENSUS + "_proposed",
-        "{*self._suspects, *leaving}",
-        "self._suspects",
-        is_common=True,
-        seeds=_of_two_kinds(11),
-    ),
-    PutBack(
-        _CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", is_common=True, seeds=_of_two_kinds(44)
-    ),
+    PutBack(_CONSENSUS + "_proposed", "{*self._suspects, *leaving}", "self._suspects", False, True, _of_two_kinds(11)),
+    PutBack(_CONSENSUS + "has_left", ">= self._leaves_at", "> self._leaves_at", False, True, _of_two_kinds(44)),
     PutBack(_CONSENSUS + "leave", "and self.ends_at is None", "", True, True, (3111,)),
     PutBack(_CONSENSUS + "_adopt", "self._is_ending |= is_last", "pass", True),
     PutBack(_CHANGE + "_give", "if not (at_step_end", "if False and not (at_step_end", True),
-    PutBack(_CONSENSUS + "_attempt", "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
+    PutBack(_ATTEMPT, "{*agreed.members, *agreed.leaving}", "set(agreed.members)", is_common=True),
     # ------------------------------------------------------------------ the failure detector, and what all do together
     PutBack(_OPERATIONS + "collectively", "self.consensus.commit", "(lambda *_: True)", False, True, (1000012,)),
     PutBack(_DETECTOR + "_is_suspect", "if position is None:", "return True\n    if True:", False, True, (1000177,)),
@@ -145,34 +130,23 @@ FAULTS = (
         range(1_000_003, 1_000_111, 4),
     ),
     # ------------------------------------------------------------------ partitions
-    PutBack(_CONSENSUS + "_attempt", "= self._may_be_cut_off(proposed.members)", "= False", True, True, (1000150,)),
-    PutBack(_CONSENSUS + "_may_be_cut_off", "has_just_woken or", "", True, True, (463536,)),
-    PutBack(_CONSENSUS + "_may_be_cut_off", "is_waking or", "", True, True, (77780,)),
-    PutBack(
-        _CONSENSUS + "_may_be_cut_off", "thawed + self._timeout.total_seconds()", "thawed + 0.3", True, True, (889208,)
-    ),
-    PutBack(
-        _CONSENSUS + "_may_be_cut_off",
-        "for mate in self._own_group())",
-        "for mate in (self._mesh.member,))",
-        True,
-        True,
-        (772251,),
-    ),
+    PutBack(_ATTEMPT, "= self._may_be_cut_off(proposed.members)", "= False", True, True, (1000150,)),
+    PutBack(_CUT_OFF, "has_just_woken or", "", True, True, (463536,)),
+    PutBack(_CUT_OFF, "is_waking or", "", True, True, (77780,)),
+    PutBack(_CUT_OFF, "thawed + self._timeout.total_seconds()", "thawed + 0.3", True, True, (889208,)),
+    PutBack(_CUT_OFF, "for mate in self._own_group())", "for mate in (self._mesh.member,))", True, True, (772251,)),
     PutBack(_MESH + "_serve", "self.woke_at = heard_at", "pass", True, True, (625305,)),
     PutBack(_MESH + "connect", "self.changed, self.waits()", "self.changed", True, True, (1424438,)),
-    PutBack(
-        _CONSENSUS + "_attempt", "member in latest.members and member not in asked", "False", True, True, (454720,)
-    ),
-    PutBack(_CONSENSUS + "_attempt", "2 * len(proposed.members) < len(latest.members)", "False", False, True, (378,)),
-    PutBack(_CONSENSUS + "_attempt", "= is_early * self", "= 0 * self", True, True, (9189,)),
+    PutBack(_ATTEMPT, "member in latest.members and member not in asked", "False", True, True, (454720,)),
+    PutBack(_ATTEMPT, "2 * len(proposed.members) < len(latest.members)", "False", False, True, (378,)),
+    PutBack(_ATTEMPT, "= is_early * self", "= 0 * self", True, True, (9189,)),
     PutBack(
         _CONSENSUS + "_is_due", "if self._alarm > self._num_attempts:", "if False:", False, True, _of_two_kinds(23)
     ),
     PutBack(_CONSENSUS + "_decide", "running.passed() > self._timeout.total_seconds()", "False", False, True, (895,)),
     PutBack(_CONSENSUS + "_adopt", "if member in before.members and", "if 0 and", is_common=True),
-    PutBack(_CONSENSUS + "_attempt", "self._mesh.cut(other, reason)", "pass", False, True, (1000512,)),
-    PutBack(_CONSENSUS + "_attempt", "self._suspects = left_out | self._suspects", "pass", True, True, (903592,)),
+    PutBack(_ATTEMPT, "self._mesh.cut(other, reason)", "pass", False, True, (1000512,)),
+    PutBack(_ATTEMPT, "self._suspects = left_out | self._suspects", "pass", True, True, (903592,)),
     # ------------------------------------------------------------------ rejoining
     PutBack(_JOINING + "be_admitted", "if self._returns else", "if False else", True),
     PutBack(_CHANGE + "_come_back", "engine.drop_in_flight()", "pass", False, True, (200,)),
