@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,16 +10,25 @@ import torch
 VARIABLE = "GOSSIP_MESSAGE_NOTES"
 """Names a folder, if messages are to be noted there."""
 
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-_FILE = os.open(Path(os.environ[VARIABLE]) / f"{os.getpid()}.txt", _FLAGS) if VARIABLE in os.environ else None
+Write = Callable[[str, Sequence[int | str]], object]
+"""Takes "sent" or "mixed", and of a message the sender, the receiver, the rest of its key, and the digest."""
+
+
+def _into_file(folder: str) -> Write:
+    """Return what writes a line for each note, at once, into this process's file in a folder."""
+    file = os.open(Path(folder) / f"{os.getpid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return lambda what, message: os.write(file, f"{what} {' '.join(map(str, message))}\n".encode())
+
+
+write: Write | None = _into_file(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
 
 def note(what: str, sender: int, receiver: int, key: Sequence[int], message: torch.Tensor) -> None:
-    """Note at once, in a line of the process's file, that a message is "sent" or "mixed", if that is to be noted."""
-    if _FILE is not None:
+    """Note that a message is "sent" or "mixed", if that is to be noted."""
+    if write is not None:
         data = message.detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
-        os.write(_FILE, f"{what} {sender} {receiver} {' '.join(map(str, key))} {digest}\n".encode())
+        write(what, [sender, receiver, *key[1:], digest])
 
 
 def num_mixed_and_torn(folder: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveFloat
 from torch import nn
 
 from gossip import COMPRESSIONS, GossipDataParallel
-from gossip.exchange.edge_transport import EdgeTransport
+from gossip.exchange import message_notes
 from gossip.lab.benchmarks.benchmark import Benchmark, BenchmarkSettings, Place, Records, Write
 from gossip.lab.experiments.datasets import digits
 from gossip.lab.experiments.evaluation import evaluate
@@ -200,7 +200,7 @@ class _Training:
         member, members = model.world.member, tuple[int, ...]()
         random = np.random.default_rng((self._case.seed, member, 1))
         inputs, targets = data.train_inputs.double(), data.train_targets
-        noted = mock.patch.object(EdgeTransport, "note", self._tell)
+        noted = mock.patch.object(message_notes, "write", self._tell)
         with noted, injected(self._case.faults_of(member, model.step), self._may_happen):
             while True:
                 if model.world.member != member:
