@@ -149,27 +149,26 @@ def after_faults(records: Records, group_size: int) -> dict[str, Aftermath]:
                 faults.append((note["at"], number, note))
     steps_of = {member: life for of_process in lives for member, life in of_process.items()}
     changes.sort()
-    count: Counter[str] = Counter()
-    times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    count = Counter(_name(note["fault"]) for *_, note in faults)
+    times: dict[str, defaultdict[str, list[float]]] = {name: defaultdict(list) for name in count}
     for at, number, note in faults:
         fault, member = note["fault"], note["member"]
-        name, group = _name(fault), member // group_size
-        count[name] += 1
+        found, group = times[_name(fault)], member // group_size
         others = [other for other in fault["members"] if other // group_size != group]
         late = [made for other in others for made in _late_steps(steps_of.get(other, []), at, fault["in_step"])]
         if late:
-            times[name, "step_s"].append(max(made.took_s for made in late))
+            found["step_s"].append(max(made.took_s for made in late))
         gone_at = next((when for when, members in changes if when > at and member not in members), -math.inf)
         of_group = (when for when, _, later in faults if later["member"] // group_size == group)
         if gone_at > at and not any(at < when < gone_at for when in of_group):
-            times[name, "without_s"].append(gone_at - at)
+            found["without_s"].append(gone_at - at)
             begun = (life[0].at for other, life in lives[number].items() if other != member)
             if (back_at := next((when for when in begun if when > at), None)) is not None:
-                times[name, "back_s"].append(back_at - at)
-    spreads: defaultdict[str, dict[str, Spread]] = defaultdict(dict)
-    for (name, kind), values in times.items():
-        spreads[name][kind] = Spread.over(values)
-    return {name: Aftermath(count=number, **spreads[name]) for name, number in sorted(count.items())}
+                found["back_s"].append(back_at - at)
+    return {
+        name: Aftermath(count=count[name], **{kind: Spread.over(values) for kind, values in found.items()})
+        for name, found in sorted(times.items())
+    }
 
 
 def _late_steps(life: Sequence[_Made], at: float, step: int) -> Sequence[_Made]:
