@@ -2,13 +2,16 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from small_runs import TINY_BUCKETS as TINY_BUCKETS
 from small_runs import make_module as make_module
+from small_runs import optimizers_of
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 import topologies
 from gossip import VirtualWorkers
@@ -120,11 +123,18 @@ def trained_alike(
     clip_separate: Callable[[nn.Module], object] = lambda _: None,
     **arguments: Any,
 ) -> VirtualWorkers:
-    """Virtual workers whose replicas have been trained as modules apart have, on what ``inputs`` gives for a step."""
+    """Virtual workers whose replicas have been trained as modules apart have, on what ``inputs`` gives for a step.
+
+    A scheduler drives every optimizer.
+    """
     workers = make_workers(module, world_size, optimizer, topology, **arguments)
     separate = Separate(module, world_size, optimizer, topology, combines_first=combines_first, clip=clip_separate)
+    optimizers = itertools.chain(optimizers_of(workers), *separate.optimizers)
+    schedulers = [ExponentialLR(each, 0.9) for each in optimizers]
     for step in range(num_steps):
         train_both(workers, separate, inputs(step), loss)
+        for scheduler in schedulers:
+            scheduler.step()
     assert workers.step == num_steps
     assert_same(workers, separate, atol)
     return workers

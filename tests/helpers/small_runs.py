@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import vector_to_parameters
 
 import topologies
-from gossip import GossipDataParallel
+from gossip import GossipDataParallel, VirtualWorkers
 
 LR = 0.1
 SGD = functools.partial(torch.optim.SGD, lr=LR)
@@ -67,7 +67,7 @@ def in_every_mode(make: Callable[[], nn.Module] = make_module, **arguments: Any)
             yield model
 
 
-def optimizers_of(model: GossipDataParallel) -> Sequence[torch.optim.Optimizer]:
+def optimizers_of(model: GossipDataParallel | VirtualWorkers) -> Sequence[torch.optim.Optimizer]:
     return model.optimizer if isinstance(model.optimizer, tuple) else (model.optimizer,)
 
 

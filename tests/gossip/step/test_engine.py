@@ -100,18 +100,6 @@ def test_optimizer_that_counts_for_all_parameters_is_refused() -> None:
         model(batch(0, 0)).sum().backward()
 
 
-def test_scheduler_built_before_wrapping_does_not_warn() -> None:
-    module = make_module()
-    optimizer = SGD(module.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model = GossipDataParallel(module, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            model(batch(0, 0)).sum().backward()
-            scheduler.step()
-
-
 # ------------------------------------------------------------------ ends
 
 
