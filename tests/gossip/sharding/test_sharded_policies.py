@@ -6,18 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sharded_models
 import torch
 import torch.distributed as dist
-from sharded_models import (
-    ADAMW,
-    assert_trains_as_by_hand,
-    batches,
-    groups_and_ranks,
-    loop_over,
-    make_mesh,
-    make_sharded,
-    values_of,
-)
+from sharded_models import ADAMW, assert_trains_as_by_hand, batches, loop_over, make_mesh, make_sharded, values_of
 from tiers import rest_is_slow
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -290,7 +282,7 @@ def scale(is_sharded: bool, in_backward: bool) -> tuple[torch.Tensor, list[float
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_an_overflow_on_one_rank_skips_the_update_of_its_group(in_backward: bool) -> None:
     """As with two ranks that see what a group sees: everybody exchanges, and the scale halves one step later."""
-    for (values, scales, skipped), wanted in groups_and_ranks(scale, in_backward):
+    for (values, scales, skipped), wanted in sharded_models.groups_and_ranks(scale, in_backward):
         assert {*scales} == {1024.0, 2048.0}
         torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-6)
         assert (scales, skipped) == wanted[1:]

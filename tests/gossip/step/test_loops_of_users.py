@@ -6,22 +6,11 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import small_runs
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from small_runs import (
-    MODES,
-    Branches,
-    assert_rows,
-    batch,
-    flat,
-    in_every_mode,
-    loss_of,
-    make_module,
-    rows_after,
-    train,
-    wrap,
-)
+from small_runs import assert_rows, batch, flat, in_every_mode, loss_of, make_module, rows_after, train, wrap
 from torch import nn
 
 from gossip import ExchangeError, GossipDataParallel, GossipError
@@ -127,11 +116,11 @@ def dynamic_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 @on_ranks(3)
 def test_parts_unused_at_first_or_used_in_another_order_are_trained_and_mixed() -> None:
     for loss in (late_loss, dynamic_loss):
-        for model in in_every_mode(Branches):
+        for model in in_every_mode(small_runs.Branches):
             for step in range(5):
                 train(model, range(step, step + 1), loss)
                 assert all(parameter.grad is None for parameter in model.parameters()), "a gradient is left over"
-                assert_rows(model, rows_after(range(step + 1), model.world_size, make=Branches, loss=loss))
+                assert_rows(model, rows_after(range(step + 1), model.world_size, make=small_runs.Branches, loss=loss))
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -230,7 +219,7 @@ def train_and_fail(model: GossipDataParallel) -> None:
 def test_nothing_of_the_wrapper_is_left_in_the_module_after_its_end() -> None:
     plain = make_module()
     loss_of(plain, 0, 0).backward()
-    for mode in MODES.values():
+    for mode in small_runs.MODES.values():
         for how in ("close", "exception", "dropped"):
             module = make_module()
             model = wrap(module, **mode)

@@ -10,19 +10,8 @@ import pytest
 import torch
 from covering import covering
 from replicas import Awkward
-from separate import (
-    ADAM,
-    SGD,
-    Loss,
-    Separate,
-    assert_same,
-    batch,
-    make_module,
-    make_workers,
-    train,
-    train_both,
-    trained_alike,
-)
+from separate import ADAM, SGD, Separate, assert_same, batch, make_workers, train, train_both, trained_alike
+from small_runs import make_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +52,9 @@ def checkpointed(model: Any, inputs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "loss", [gradient_penalty, checkpointed, lambda model, inputs: (model(inputs) * model(inputs + 1)).mean()]
 )
-def test_a_backward_pass_makes_one_step_whatever_it_goes_through(loss: Loss) -> None:
+def test_a_backward_pass_makes_one_step_whatever_it_goes_through(
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
     trained_alike(make_module(), loss=loss)
 
 
