@@ -31,9 +31,6 @@ class Arrived(NamedTuple):
     sent: torch.Tensor | None = None
 
 
-_MOST_GROWTH = 10.0
-
-
 class BucketView:
     r"""The values of one bucket, and what the algorithm keeps for it.
 
@@ -164,7 +161,7 @@ class BucketView:
     @property
     def learning_rate_growth(self) -> PerParameter:
         """The same, but at most 10: what a tiny rate has left of other things than gradients must not grow with it."""
-        return self._of_rates(lambda now, before: min(now / before, _MOST_GROWTH) if now and before else 1.0)
+        return self._of_rates(lambda now, before: min(now / before, 10.0) if now and before else 1.0)
 
     @property
     def inverse_learning_rate(self) -> PerParameter:

@@ -10,17 +10,15 @@ import torch
 VARIABLE = "GOSSIP_MESSAGE_NOTES"
 """Names a folder, if messages are to be noted there."""
 
-Write = Callable[[str, Sequence[int | str]], object]
-"""Takes "sent" or "mixed", and of a message the sender, the receiver, the rest of its key, and the digest."""
 
-
-def _into_file(folder: str) -> Write:
+def _into_file(folder: str) -> Callable[[str, Sequence[int | str]], object]:
     """Return what writes a line for each note, at once, into this process's file in a folder."""
     file = os.open(Path(folder) / f"{os.getpid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     return lambda what, message: os.write(file, f"{what} {' '.join(map(str, message))}\n".encode())
 
 
-write: Write | None = _into_file(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+write = _into_file(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+"""Takes "sent" or "mixed", and of a message the sender, the receiver, the rest of its key, and the digest."""
 
 
 def note(what: str, sender: int, receiver: int, key: Sequence[int], message: torch.Tensor) -> None:

@@ -76,9 +76,8 @@ class Cluster:
                 f"nodes, got {reprlib.repr(self.bandwidth_gbps)}"
             )
         matrix = np.zeros((self.num_nodes, self.num_nodes))
-        for node, peer in itertools.permutations(range(self.num_nodes), 2):
-            name = f"bandwidth_gbps[{node}][{peer}]"
-            matrix[node, peer] = check_real(name, rows[node][peer], "above 0", example=10.0)
+        for i, j in itertools.permutations(range(self.num_nodes), 2):
+            matrix[i, j] = check_real(f"bandwidth_gbps[{i}][{j}]", rows[i][j], "above 0", example=10.0)
         object.__setattr__(self, "bandwidth_gbps", tuple(map(tuple, matrix.tolist())))  # frozen, and can be hashed
 
     @property
