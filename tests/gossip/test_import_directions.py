@@ -62,7 +62,7 @@ INTERNALS_OF_LAB = {
     "gossip.exchange.distributed_transport": "the size of a piece, in which the probe sends",
     "gossip.communication.shared_buffers": "which ranks share a machine",
     "gossip.exchange.edge_transport": "where messages leave and arrive, for faults",
-    "gossip.exchange.message_notes": "where notes of messages go, for an examination",
+    "gossip.exchange": "the module of notes of messages",
     "gossip.exchange.pair_averaging": "the same, where ranks do not make their steps together",
     "gossip.elastic.connections.mesh": "what serves connections, for links that are cut",
     "gossip.elastic.connections.peer_connection": "where a message is sent in part, for faults",
