@@ -13,8 +13,7 @@ _MOST_ROUNDS = 64
 """Of a topology whose rounds do not repeat, or not sooner."""
 _MOST_TRIED = 7
 """The number of nodes up to which all orders are tried."""
-_MOST_COMPARED = 20_000
-"""The number of orders that are compared where not all are tried."""
+_MOST_COMPARED = 20_000  # orders, where not all are tried
 
 
 def placement(topology: Topology, cluster: Cluster) -> tuple[int, ...]:
